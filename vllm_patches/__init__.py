@@ -1,0 +1,1 @@
+"""The patch set for vLLM and the tool that applies it."""
