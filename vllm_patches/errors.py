@@ -1,0 +1,11 @@
+"""The one error of the tool."""
+
+from collections.abc import Sequence
+
+
+class PatchesError(Exception):
+    """What is wrong and the way out, in one line; `details` may add lines."""
+
+    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.details = list(details)

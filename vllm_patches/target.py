@@ -1,0 +1,202 @@
+"""The vLLM to patch: where it is, which release, and its RECORD."""
+
+import base64
+import csv
+import hashlib
+import importlib.metadata
+import io
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from vllm_patches.errors import PatchesError
+
+OWNED = "vllm/__init__.py"
+"""Whose RECORD lists this file owns the package, whatever its name."""
+LOCAL_TAG = "logical"
+"""Part of the local version of a wheel that this tool patched."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A vLLM: the folder that holds `vllm/` and, if pip installed it, the dist-info."""
+
+    root: Path
+    name: str
+    """The distribution's name, "vllm" for a tree without one."""
+    version: str
+    """With the local tag, if any."""
+    dist_info: Path | None = None
+    editable: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            Version(self.version)
+        except InvalidVersion:
+            raise PatchesError(
+                f"the vLLM in {self.root} calls its version {self.version!r}, which "
+                "names no release; install a release"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} in {self.root}"
+
+    @property
+    def record(self) -> Path | None:
+        return self.dist_info and self.dist_info / "RECORD"
+
+    @property
+    def patched_wheel(self) -> bool:
+        """Whether it was installed from a wheel that this tool patched."""
+        return LOCAL_TAG in (Version(self.version).local or "").split(".")
+
+    def read(self, path: str) -> bytes:
+        """A file's bytes, by its path relative to the root."""
+        return (self.root / path).read_bytes()
+
+
+def find(path: Path | None = None) -> Target:
+    """The vLLM in `path` (a site-packages, an unpacked tree or a checkout), by default
+    the one that this environment imports. Raises PatchesError if there is none."""
+    folders = [path] if path else [Path(entry) for entry in sys.path if entry]
+    for folder in folders:
+        if owners := [info for info in _dist_infos(folder) if _owns(info)]:
+            if len(owners) > 1:
+                names = " and ".join(sorted(info.name for info in owners))
+                raise PatchesError(
+                    f"{names} in {folder} both own vllm; uninstall both, install one"
+                )
+            return _target(folder, owners[0])
+    for folder in folders:
+        for info in _dist_infos(folder):
+            if _editable(info):
+                return _target(folder, info, editable=True)
+    if path is None:
+        raise PatchesError(
+            "no vLLM is installed in this environment; install it, or give the folder "
+            "that holds vllm/ with --target"
+        )
+    if not (path / OWNED).is_file():
+        raise PatchesError(f"no vllm/ in {path}; give the folder that holds vllm/")
+    return Target(path.resolve(), "vllm", _tree_version(path))
+
+
+def _target(folder: Path, info: Path, editable: bool = False) -> Target:
+    metadata = importlib.metadata.Distribution.at(info).metadata
+    name, version = metadata["Name"], metadata["Version"]
+    root = folder.resolve()
+    return Target(root, name, version, root / info.name, editable)
+
+
+def _dist_infos(folder: Path) -> Iterator[Path]:
+    return (record.parent for record in folder.glob("*.dist-info/RECORD"))
+
+
+def _owns(info: Path) -> bool:
+    text = (info / "RECORD").read_text(encoding="utf-8")
+    return text.startswith(f"{OWNED},") or f"\n{OWNED}," in text
+
+
+def _editable(info: Path) -> bool:
+    """Whether this is an editable install of a distribution that provides vllm."""
+    try:
+        url = json.loads((info / "direct_url.json").read_text(encoding="utf-8"))
+        top = (info / "top_level.txt").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return bool(url.get("dir_info", {}).get("editable")) and "vllm" in top
+
+
+def _tree_version(root: Path) -> str:
+    """The version of a tree without a dist-info: what git or `_version.py` says."""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--tags", "--long"]
+        done = subprocess.run(
+            [*command, "--match", "v*"], capture_output=True, text=True
+        )
+        if match := re.fullmatch(r"v(.+)-(\d+)-(g\w+)\n", done.stdout):
+            tag, commits, commit = match.groups()
+            with_commits = f"{Version(tag).base_version}.dev{commits}+{commit}"
+            return tag if commits == "0" else with_commits
+    version = root / "vllm" / "_version.py"
+    if version.is_file():
+        match = re.search(r"version = '(.+)'", version.read_text(encoding="utf-8"))
+        if match:
+            return match[1]
+    raise PatchesError(
+        f"cannot tell the release of {root}: no dist-info, no git tag, no "
+        "vllm/_version.py; fetch the tags, or `export --release` and `git am`"
+    )
+
+
+def digest(data: bytes) -> str:
+    """The hash of some bytes as RECORD writes it."""
+    return encode(hashlib.sha256(data).digest())
+
+
+def encode(sha256: bytes) -> str:
+    """A SHA-256 digest as RECORD writes it."""
+    return "sha256=" + base64.urlsafe_b64encode(sha256).rstrip(b"=").decode()
+
+
+def file_digest(path: Path) -> tuple[str, int] | None:
+    """A file's hash and size in bytes; None if there is no such file."""
+    sha256, size = hashlib.sha256(), 0
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 20):
+                sha256.update(chunk)
+                size += len(chunk)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return encode(sha256.digest()), size
+
+
+def rows(record: bytes) -> dict[str, tuple[str, str]]:
+    """RECORD's rows: path -> (hash, size), as written."""
+    reader = csv.reader(io.StringIO(record.decode(), newline=""))
+    return {row[0]: (row[1], row[2]) for row in reader if row}
+
+
+def with_files(record: bytes, files: Mapping[str, bytes]) -> bytes:
+    """RECORD with the rows of these files updated, or added before its own."""
+    table = {path: list(cells) for path, cells in rows(record).items()}
+    last = {path: table.pop(path) for path in list(table) if path.endswith("/RECORD")}
+    for path, data in files.items():
+        table[path] = [digest(data), str(len(data))]
+    text = io.StringIO(newline="")
+    end = "\r\n" if b"\r\n" in record else "\n"
+    writer = csv.writer(text, lineterminator=end)
+    writer.writerows([path, *cells] for path, cells in (table | last).items())
+    return text.getvalue().encode()
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A file that is not as RECORD says."""
+
+    path: str
+    problem: str
+    """"missing" or "changed"."""
+
+
+def mismatches(target: Target, suffix: str = "") -> list[Mismatch]:
+    """The files (ending in `suffix`) whose hash or size is not RECORD's. Rows without
+    a hash, such as compiled files', are skipped."""
+    assert target.record is not None
+    found = []
+    for path, (sha256, size) in rows(target.record.read_bytes()).items():
+        if not path.endswith(suffix) or not sha256:
+            continue
+        actual = file_digest(target.root / path)
+        if actual is None:
+            found.append(Mismatch(path, "missing"))
+        elif actual != (sha256, int(size)):
+            found.append(Mismatch(path, "changed"))
+    return found

@@ -1,0 +1,222 @@
+"""A patched wheel from a pristine one, streamed."""
+
+import contextlib
+import copy
+import hashlib
+import os
+import re
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from email.parser import BytesHeaderParser
+from pathlib import Path
+from typing import IO
+
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+from packaging.version import Version
+
+from vllm_patches import series
+from vllm_patches.errors import PatchesError
+from vllm_patches.target import LOCAL_TAG, OWNED, encode, rows, with_files
+
+REVISION = 1
+"""Last part of the local version. Raise it when a series or the overlay changes after
+its wheels were given out."""
+CHUNK = 1 << 20
+"""Bytes read at a time."""
+MODE = 0o100644 << 16
+"""A new file's attributes in the archive."""
+BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, UnicodeError)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a patched wheel will be, every file that changes already made."""
+
+    source: Path
+    wheel: Path
+    version: str
+    release: str
+    old: str
+    """How the dist-info's name starts in the source: name-version."""
+    new: str
+    changed: dict[str, bytes]
+    """By its path in the patched wheel, RECORD included."""
+    hashes: dict[str, str]
+    """By path in the source, as its RECORD has them."""
+
+    def rename(self, name: str) -> str:
+        """The path in the patched wheel of a file of the source."""
+        for folder in (".dist-info/", ".data/"):
+            if name.startswith(self.old + folder):
+                return self.new + name[len(self.old) :]
+        return name
+
+
+def plan(source: Path, folder: Path) -> Plan:
+    """Read a wheel and make everything that changes. Raises PatchesError on a file
+    that is no complete, pristine wheel of a supported vLLM release."""
+    try:
+        parse_wheel_filename(source.name)
+    except InvalidWheelFilename:
+        raise PatchesError(
+            f"{source} is not named as a wheel; give name-version-tags.whl"
+        ) from None
+    with _opened(source) as archive:
+        names = archive.namelist()
+        infos = [
+            name for name in names if re.fullmatch(r"[^/]+\.dist-info/RECORD", name)
+        ]
+        record = archive.read(infos[0]) if len(infos) == 1 else b""
+        listed = rows(record)
+        if OWNED not in listed:
+            raise PatchesError(f"{source} is no vLLM wheel: no RECORD lists {OWNED}")
+        old = infos[0].removesuffix(".dist-info/RECORD")
+        metadata = archive.read(f"{old}.dist-info/METADATA")
+        version = BytesHeaderParser().parsebytes(metadata)["Version"]
+        local = Version(version).local
+        if LOCAL_TAG in (local or "").split("."):
+            raise PatchesError(f"{source} is patched already; give the pristine wheel")
+        patch_set = series.require(version, archive.read)
+        present = sorted(patch_set.overlay.keys() & set(names))
+        if present:
+            raise PatchesError(
+                f"{source} has {present[0]} already; give a pristine one"
+            )
+        hashes = {path: cells[0] for path, cells in listed.items()}
+        for path in patch_set.touched:
+            if path in names:
+                _check(source, archive, path, hashes)
+        files = patch_set.apply(archive.read) | patch_set.overlay
+
+    tag = f"{LOCAL_TAG}.{REVISION}"
+    patched = f"{version}.{tag}" if local else f"{version}+{tag}"
+    name = old.split("-")[0]
+    new = f"{name}-{patched}"
+    files[f"{new}.dist-info/METADATA"] = re.sub(
+        rb"(?m)^Version: .*$", f"Version: {patched}".encode(), metadata, count=1
+    )
+    tags = source.name.split("-", 2)[2]
+    record = re.sub(
+        rb"(?m)^(\"?)" + re.escape(old.encode()) + rb"(?=\.(?:dist-info|data)/)",
+        rb"\g<1>" + new.encode(),
+        record,
+    )
+    files[f"{new}.dist-info/RECORD"] = with_files(record, files)
+    wheel = folder / f"{new}-{tags}"
+    return Plan(source, wheel, patched, patch_set.version, old, new, files, hashes)
+
+
+def build(plan: Plan) -> str:
+    """Write the patched wheel; same source, same bytes. Unchanged files are copied as
+    they are compressed. Gives the wheel's SHA-256; raises PatchesError, nothing
+    written, on a source whose files are not as its RECORD says."""
+    plan.wheel.parent.mkdir(parents=True, exist_ok=True)
+    part = plan.wheel.with_suffix(f".{os.getpid()}.part")
+    try:
+        with (
+            _opened(plan.source) as archive,
+            plan.source.open("rb") as raw,
+            zipfile.ZipFile(part, "w") as patched,
+        ):
+            entries = archive.infolist()
+            metadata = [e for e in entries if ".dist-info/" in e.filename]
+            for entry in entries:
+                if entry not in metadata:
+                    _write(plan, archive, raw, patched, entry)
+            old_names = {plan.rename(name) for name in archive.namelist()}
+            for path in sorted(plan.changed.keys() - old_names):
+                date = archive.getinfo(OWNED).date_time
+                _add(patched, path, date, MODE, plan.changed[path])
+            for entry in metadata:
+                _write(plan, archive, raw, patched, entry)
+        sha256 = hashlib.sha256()
+        with part.open("rb") as file:
+            while chunk := file.read(CHUNK):
+                sha256.update(chunk)
+        os.replace(part, plan.wheel)
+    finally:
+        part.unlink(missing_ok=True)
+    return sha256.hexdigest()
+
+
+@contextlib.contextmanager
+def _opened(source: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel's archive. Raises PatchesError if it is broken."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            yield archive
+    except FileNotFoundError:
+        raise PatchesError(f"no file {source}; give a vLLM wheel") from None
+    except BROKEN as error:
+        raise PatchesError(
+            f"{source} is truncated or no wheel ({error}); download it again"
+        ) from None
+
+
+def _check(
+    source: Path, archive: zipfile.ZipFile, name: str, hashes: dict[str, str]
+) -> None:
+    """Raises PatchesError if a file is not as RECORD says."""
+    expected = hashes.get(name)
+    if not expected:
+        return
+    sha256 = hashlib.sha256()
+    with archive.open(name) as file:
+        while chunk := file.read(CHUNK):
+            sha256.update(chunk)
+    if encode(sha256.digest()) != expected:
+        raise PatchesError(
+            f"{name} in {source} is not as its RECORD says; download it again"
+        )
+
+
+def _write(
+    plan: Plan,
+    archive: zipfile.ZipFile,
+    raw: IO[bytes],
+    patched: zipfile.ZipFile,
+    entry: zipfile.ZipInfo,
+) -> None:
+    """Write one entry of the source: its new bytes, or its old ones as they lie."""
+    path = plan.rename(entry.filename)
+    if path in plan.changed:
+        data = plan.changed[path]
+        _add(patched, path, entry.date_time, entry.external_attr, data)
+        return
+    _check(plan.source, archive, entry.filename, plan.hashes)
+    assert patched.fp is not None
+    copied = copy.copy(entry)
+    copied.filename = path
+    copied.extra = b""
+    copied.flag_bits &= ~0x08  # sizes are in the header, not behind the data
+    copied.header_offset = patched.start_dir
+    patched.fp.seek(patched.start_dir)
+    patched.fp.write(copied.FileHeader())
+    raw.seek(entry.header_offset + 26)
+    name_size, extra_size = struct.unpack("<HH", raw.read(4))
+    raw.seek(name_size + extra_size, os.SEEK_CUR)
+    left = entry.compress_size
+    while left:
+        chunk = raw.read(min(left, CHUNK))
+        patched.fp.write(chunk)
+        left -= len(chunk)
+    patched.start_dir = patched.fp.tell()
+    patched.filelist.append(copied)
+    patched.NameToInfo[path] = copied
+
+
+def _add(
+    patched: zipfile.ZipFile,
+    path: str,
+    date: tuple[int, int, int, int, int, int],
+    attributes: int,
+    data: bytes,
+) -> None:
+    """Write new bytes, stored: compressors differ from one Python to the next."""
+    entry = zipfile.ZipInfo(path, date)
+    entry.create_system = 3  # Unix, wherever this runs
+    entry.external_attr = attributes
+    patched.writestr(entry, data)
