@@ -1,24 +1,32 @@
 """``LMCacheLogicalConnector``: LMCache's connector, without guessing layouts."""
 
+import json
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lmcache.integration.vllm.kv_cache_groups import create_engine_group_infos_from_vllm
 from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.mp_server_launcher import is_mp_server_autostart_enabled
 from lmcache.integration.vllm.utils import vllm_layout_hints
+from lmcache.logging import init_logger
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
 )
 from vllm.platforms import current_platform
 
-from lmcache_hook import cpu_memory
+from lmcache_hook import cpu_memory, group_check, namespace
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
     from vllm.v1.worker.logical_blocks import LogicalKVCaches
+
+
+logger = init_logger(__name__)
 
 
 class LMCacheLogicalConnector(LMCacheMPConnector):
@@ -43,12 +51,20 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
                 "LMCacheLogicalConnector needs a vLLM that hands over logical-block "
                 "views: run `vllm-patches apply` in this environment."
             )
+        from vllm.v1.worker import logical_blocks
+
+        namespace.check_contract(logical_blocks.CONTRACT_VERSION)
+        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         if current_platform.is_cpu():
             # Engine-driven transfer, LMCache's default there, takes one group only.
-            vllm_config.kv_transfer_config.kv_connector_extra_config.setdefault(
-                "lmcache.mp.mp_transfer_mode", "lmcache_driven"
+            extra_config.setdefault("lmcache.mp.mp_transfer_mode", "lmcache_driven")
+        if is_mp_server_autostart_enabled(extra_config):
+            arguments = extra_config.get("lmcache.mp.autostart.server_args", "")
+            extra_config["lmcache.mp.autostart.server_args"] = (
+                f"{arguments} --separate-object-groups"
             )
         super().__init__(vllm_config, role, kv_cache_config)
+        self.fingerprint: str | None = None
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         if current_platform.is_cpu():
@@ -62,6 +78,15 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
 
         """
         self.logical_kv_caches = kv_caches
+        self.fingerprint = kv_caches.fingerprint
+        self.worker_adapter.model_name = namespace.extend(
+            self.worker_adapter.model_name, self.fingerprint
+        )
+        logger.info(
+            "KV cache fingerprint %s %s",
+            self.fingerprint,
+            json.dumps(kv_caches.byte_order),
+        )
         views = dict(kv_caches.items())
         if current_platform.is_cpu():
             # LMCache moves the tensors it is handed: give it aliases of them.
@@ -73,6 +98,46 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         self.worker_adapter.register_kv_caches(views, engine_group_infos, layout_hints)
         if current_platform.is_cpu():
             cpu_memory.follow(self._vllm_config, kv_caches.raw, views)
+        if self._kv_cache_config.has_mamba_layers:
+            group_check.store_sample(self.worker_adapter, self._engine_id)
+
+    def get_handshake_metadata(self) -> namespace.Fingerprint:
+        """What the scheduler must know before its first lookup."""
+        assert self.fingerprint is not None
+        return namespace.Fingerprint(self.fingerprint, namespace.CONTRACT_VERSION)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: Mapping[tuple[int, int], Any]
+    ) -> None:
+        self.set_xfer_handshake_metadata(metadata)
+
+    def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
+        """Take over the workers' fingerprint, and check the server's set-up.
+
+        Raises:
+            ValueError: if the workers' pages differ, or the LMCache server would mix
+                up the states of a model with Mamba layers.
+
+        """
+        self.fingerprint = namespace.agree(metadata)
+        self.scheduler_adapter.model_name = namespace.extend(
+            self.scheduler_adapter.model_name, self.fingerprint
+        )
+        if self._kv_cache_config.has_mamba_layers:
+            group_check.check_stored(self.scheduler_adapter, self._engine_id)
+
+    def _get_or_create_request_tracker(self, request: "Request") -> Any:
+        if self.fingerprint is None:
+            raise RuntimeError(
+                "LMCacheLogicalConnector's scheduler was never told the workers' "
+                "fingerprint, so it cannot look anything up: this executor passes no "
+                "connector handshake metadata. Use the mp or uni executor."
+            )
+        return super()._get_or_create_request_tracker(request)
+
+    @property
+    def _engine_id(self) -> str:
+        return self._vllm_config.kv_transfer_config.engine_id
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         raise RuntimeError(

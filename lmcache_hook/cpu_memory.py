@@ -33,7 +33,9 @@ class SharedMemoryPool(TorchFunctionMode):
 
 
 def follow(
-    vllm_config: "VllmConfig", bound: Mapping[str, Any], moved: Mapping[str, torch.Tensor]
+    vllm_config: "VllmConfig",
+    bound: Mapping[str, Any],
+    moved: Mapping[str, torch.Tensor],
 ) -> None:
     """Re-point the bound tensors whose storage LMCache moved at registration.
 
@@ -46,7 +48,10 @@ def follow(
     layers = vllm_config.compilation_config.static_forward_context
     storages: dict[int, torch.UntypedStorage] = {}
     for name, kv_cache in bound.items():
-        old, new = next(_tensors(kv_cache)).untyped_storage(), moved[name].untyped_storage()
+        old, new = (
+            next(_tensors(kv_cache)).untyped_storage(),
+            moved[name].untyped_storage(),
+        )
         if old.data_ptr() != new.data_ptr():
             storages[old.data_ptr()] = new
     held = [getattr(layer, "kv_cache", ()) for layer in layers.values()]

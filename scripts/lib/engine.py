@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-
 # Imported before the engines' processes part ways; none starts an engine or a thread.
 _SLOW_IMPORTS = (
     "vllm.entrypoints.llm",
@@ -44,7 +43,7 @@ class Job:
     kernel_block_size: int = 256
     """Tokens per kernel block that the attention backend is made to take."""
     passes: int = 1
-    """How often to ask all prompts; the answers are those of the last time."""
+    """How often to ask all prompts; the rounds of answers are written in order."""
     max_tokens: int = 16
     kv_transfer_config: dict[str, Any] | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -128,6 +127,7 @@ def run(job: Job) -> None:
         logprobs=1,
         detokenize=False,
     )
+    rounds = []
     for _ in range(job.passes):
         answers = []
         for prompt in job.prompts:
@@ -143,9 +143,10 @@ def run(job: Job) -> None:
                 )
             )
             print(f"answered prompt {len(answers)} of {len(job.prompts)}", flush=True)
+        rounds.append([asdict(answer) for answer in answers])
     groups = describe_groups() if job.kv_transfer_config else []
     Path(job.output).write_text(
-        json.dumps({"answers": [asdict(a) for a in answers], "groups": groups})
+        json.dumps({"rounds": rounds, "answers": rounds[-1], "groups": groups})
     )
 
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -76,9 +76,18 @@ def prompts(lengths: Sequence[int] = PROMPT_TOKENS, seed: int = 0) -> list[list[
 
 
 def run_engines(
-    jobs: Sequence[Job], folder: Path, notify: Notify = print
+    jobs: Sequence[Job],
+    folder: Path,
+    notify: Notify = print,
+    env: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
     """Run the jobs' engines one after the other; returns what each wrote.
+
+    Args:
+        jobs: All for the same model runner.
+        folder: Gets the jobs and what their common process prints.
+        notify: Told each engine as it starts.
+        env: Further environment variables of the engines.
 
     Raises:
         server.StepFailed: naming the engine that failed and its log.
@@ -99,7 +108,7 @@ def run_engines(
                 stdout=subprocess.PIPE,
                 stderr=err,
                 text=True,
-                env=server.engine_env(),
+                env={**server.engine_env(), **(env or {})},
                 cwd=environment.ROOT,
                 start_new_session=True,
             )
@@ -116,9 +125,7 @@ def run_engines(
     return [json.loads(Path(job.output).read_text()) for job in jobs]
 
 
-def compare(
-    prompt_ids: Sequence[Sequence[int]], *engines: dict[str, Any]
-) -> list[Row]:
+def compare(prompt_ids: Sequence[Sequence[int]], *engines: dict[str, Any]) -> list[Row]:
     """Compare the second engine's answers with the reference's."""
     answers = [[Answer(**a) for a in engine["answers"]] for engine in engines]
     return [
@@ -140,6 +147,45 @@ def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
     return next((d for d in differences if d != d), max(differences))
 
 
+def jobs(
+    folder: Path,
+    transfer: dict[str, Any],
+    model: str,
+    runner: str,
+    kernel_block_size: int,
+    prompt_ids: list[list[int]],
+) -> list[Job]:
+    """The engines of one round trip: two that share a cache, and the reference.
+
+    The reference has no connector and answers the same prompts twice: the second time
+    from its own prefix cache, with as many cached tokens.
+    """
+    prefix = f"{model}-{runner}-{kernel_block_size}"
+
+    def job(name: str, **changes: Any) -> Job:
+        return Job(
+            name=f"{prefix}-{name}",
+            model=str(models.make(model, environment.CACHE / "models")),
+            prompts=prompt_ids,
+            output=str(folder / f"{prefix}-{name}-answers.json"),
+            log=str(folder / f"{prefix}-{name}.log"),
+            runner=runner,
+            kernel_block_size=kernel_block_size,
+            max_tokens=MAX_TOKENS,
+            engine_args={
+                "block_size": BLOCK_SIZE,
+                "num_gpu_blocks_override": _NUM_BLOCKS,
+            },
+            **changes,
+        )
+
+    return [
+        job("A", kv_transfer_config=transfer),
+        job("B", kv_transfer_config=transfer),
+        job("reference", passes=2),
+    ]
+
+
 def run(
     folder: Path,
     model: str = "hybrid",
@@ -150,9 +196,6 @@ def run(
     notify: Notify = print,
 ) -> RoundTrip:
     """Store with one engine, retrieve with another, compare with vLLM's own cache.
-
-    The reference is an engine without a connector that answers the same prompts twice:
-    the second time from its prefix cache, with as many cached tokens.
 
     Args:
         folder: Gets the logs and answers.
@@ -169,37 +212,17 @@ def run(
     """
     folder.mkdir(parents=True, exist_ok=True)
     prompt_ids = prompts(seed=seed)
-    notify("making the model")
-    model_path = str(models.make(model, environment.CACHE / "models"))
     notify("starting the LMCache server")
-    with server.running(
-        Path(sys.executable).parent, folder / "server.log", server.engine_env()
-    ) as lmcache:
-
-        def job(name: str, **changes: Any) -> Job:
-            return Job(
-                name=name,
-                model=model_path,
-                prompts=prompt_ids,
-                output=str(folder / f"{name}-answers.json"),
-                log=str(folder / f"{name}.log"),
-                runner=runner,
-                kernel_block_size=kernel_block_size,
-                max_tokens=MAX_TOKENS,
-                engine_args={
-                    "block_size": BLOCK_SIZE,
-                    "num_gpu_blocks_override": _NUM_BLOCKS,
-                },
-                **changes,
-            )
-
-        transfer = lmcache.connector(connector)
+    with server.running(folder / "server.log") as lmcache:
         engines = run_engines(
-            [
-                job("A", kv_transfer_config=transfer),
-                job("B", kv_transfer_config=transfer),
-                job("reference", passes=2),
-            ],
+            jobs(
+                folder,
+                lmcache.connector(connector),
+                model,
+                runner,
+                kernel_block_size,
+                prompt_ids,
+            ),
             folder,
             notify,
         )

@@ -3,6 +3,7 @@
 import os
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -48,9 +49,7 @@ class Server:
 
 @contextmanager
 def running(
-    bin_folder: Path,
     log: Path,
-    env: dict[str, str],
     options: Sequence[str] = ("--separate-object-groups",),
     timeout: float = 120,
 ) -> Iterator[Server]:
@@ -61,15 +60,23 @@ def running(
 
     """
     port, http_port = _free_ports(2)
-    command = [str(bin_folder / "lmcache"), "server", "--host", "127.0.0.1"]
+    lmcache = Path(sys.executable).parent / "lmcache"
+    command = [str(lmcache), "server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--http-host", "127.0.0.1"]
     command += ["--http-port", str(http_port), "--chunk-size", str(CHUNK_SIZE)]
     command += ["--l1-size-gb", "2", "--eviction-policy", "LRU", *options]
-    with log.open("wb") as out, ended_with_us(
-        subprocess.Popen(
-            command, stdout=out, stderr=out, env=env, start_new_session=True
-        )
-    ) as process:
+    with (
+        log.open("wb") as out,
+        ended_with_us(
+            subprocess.Popen(
+                command,
+                stdout=out,
+                stderr=out,
+                env=engine_env(),
+                start_new_session=True,
+            )
+        ) as process,
+    ):
         deadline = time.monotonic() + timeout
         while b"Application startup complete" not in log.read_bytes():
             if process.poll() is not None or time.monotonic() > deadline:
