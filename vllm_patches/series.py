@@ -1,13 +1,12 @@
 """A release's patches and the overlay, applied in memory."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from email.parser import HeaderParser
 from functools import cached_property
 from pathlib import Path
 
-import whatthepatch
 from packaging.version import Version
 
 from vllm_patches import releases
@@ -15,6 +14,12 @@ from vllm_patches.errors import PatchesError
 
 OVERLAY = Path(__file__).parent / "overlay"
 CONTRACT = re.compile(rb"^CONTRACT_VERSION = (\d+)$", re.MULTILINE)
+
+FILE = re.compile(r"diff --git a/(.+) b/(.+)")
+HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+OTHER = re.compile(
+    r"(new|deleted) file|(rename|copy) from|Binary|GIT binary|old mode|\\"
+)
 
 Read = Callable[[str], bytes]
 """Gives the bytes of a file by its path relative to the root, "vllm/...py". Raises
@@ -48,30 +53,32 @@ class Patch:
     @cached_property
     def hunks(self) -> dict[str, list[Hunk]]:
         """The hunks by file, in the file's order. Raises PatchesError on a patch that
-        does more than modify files."""
-        body = self.text.rsplit("\n-- \n", 1)[0]  # git's version
+        does more than modify lines of files."""
         files: dict[str, list[Hunk]] = {}
-        for diff in whatthepatch.parse_patch(body.split("\n")):
-            if diff.header is None:
-                continue
-            path = diff.header.new_path
-            if diff.header.old_path != path or not diff.changes:
+        path = None
+        lines = iter(self.text.split("\n"))
+        for line in lines:
+            if file := FILE.fullmatch(line):
+                path = file[2]
+                files[path] = []
+            elif path and OTHER.match(line):
                 raise PatchesError(
-                    f"{self.name} adds, removes or renames {path}; a patch may only "
-                    "modify files: put new ones into the overlay"
+                    f"{self.name} does more to {path} than to modify it; a patch may "
+                    "only modify files: put new ones into the overlay"
                 )
-            files[path] = list(_hunks(path, diff.changes))
+            elif path and (header := HUNK.match(line)):
+                start, old, new = (int(group or 1) for group in header.groups())
+                hunk = Hunk(path, len(files[path]) + 1, start - bool(old), [], [])
+                while len(hunk.old) < old or len(hunk.new) < new:
+                    line = next(lines, "")
+                    if line[:1] not in (" ", "-", "+") or not line:
+                        raise PatchesError(f"{self.name} is damaged; write it anew")
+                    if line[0] != "+":
+                        hunk.old.append(line[1:])
+                    if line[0] != "-":
+                        hunk.new.append(line[1:])
+                files[path].append(hunk)
         return files
-
-
-def _hunks(path: str, changes: list[whatthepatch.patch.Change]) -> Iterator[Hunk]:
-    numbers = dict.fromkeys(change.hunk for change in changes)
-    for number, key in enumerate(numbers, start=1):
-        hunk = [change for change in changes if change.hunk == key]
-        start = min((c.old for c in hunk if c.old is not None), default=1) - 1
-        old = [change.line for change in hunk if change.old is not None]
-        new = [change.line for change in hunk if change.new is not None]
-        yield Hunk(path, number, start, old, new)
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,8 @@ class PatchSet:
     """New files, by their path relative to the root."""
 
     @classmethod
-    def load(cls, version: str, folder: Path, overlay: Path = OVERLAY) -> "PatchSet":
-        """Read a series' folder and the overlay's."""
+    def load(cls, version: str, folder: Path) -> "PatchSet":
+        """Read a series' folder and the overlay."""
         patches = [
             Patch(path.name, path.read_bytes().decode())
             for path in sorted(folder.glob("*.patch"))
@@ -93,8 +100,8 @@ class PatchSet:
         if not patches:
             raise PatchesError(f"no patches in {folder}; reinstall vllm-logical-blocks")
         files = {
-            path.relative_to(overlay).as_posix(): path.read_bytes()
-            for path in sorted(overlay.rglob("*"))
+            path.relative_to(OVERLAY).as_posix(): path.read_bytes()
+            for path in sorted(OVERLAY.rglob("*"))
             if path.is_file() and path.suffix != ".pyc"
         }
         return cls(version, patches, files)
@@ -123,21 +130,42 @@ class PatchSet:
                         )
         return files.bytes()
 
-    def report(self, read: Read) -> list[str]:
-        """One line per patch: whether it applies, its hunks searched for near their
-        lines as `git am` does, and which do not."""
+    def port(self, read: Read) -> list["Outcome"]:
+        """How each patch fares on files that it was not made for. Hunks are searched
+        for near their lines, and a patch applies wholly or not at all, as in git."""
         files = _Files(read)
-        lines = []
-        for patch in self.patches:
-            failed = [
-                _where(hunk)
-                for path, hunks in patch.hunks.items()
-                for hunk, offset in files.patch(path, hunks, search=True)
-                if offset is None
-            ]
-            result = "does not apply: " + "; ".join(failed) if failed else "applies"
-            lines.append(f"{patch.name}: {result}")
-        return lines
+        return [files.port(patch) for patch in self.patches]
+
+    def report(self, read: Read) -> list[str]:
+        """One line per patch: its outcome on these files."""
+        return [str(outcome) for outcome in self.port(read)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a patch fares on files that it was not made for."""
+
+    patch: Patch
+    conflicts: list[Hunk]
+    """Hunks that match nowhere; the patch does not apply."""
+    is_upstream: bool
+    """Whether the files have every one of its changes."""
+    is_moved: bool
+    """Whether a hunk applies at another line."""
+
+    @property
+    def applies(self) -> bool:
+        """Whether the patch changes the files."""
+        return not self.conflicts and not self.is_upstream
+
+    def __str__(self) -> str:
+        if self.conflicts:
+            result = "conflict: " + "; ".join(map(_where, self.conflicts))
+        elif self.is_upstream:
+            result = "already upstream"
+        else:
+            result = "applies with an offset" if self.is_moved else "applies"
+        return f"{self.patch.name}: {result}"
 
 
 def _where(hunk: Hunk) -> str:
@@ -151,17 +179,20 @@ class _Files:
         self._read = read
         self._lines: dict[str, list[str]] = {}
 
-    def patch(
-        self, path: str, hunks: list[Hunk], search: bool
-    ) -> list[tuple[Hunk, int | None]]:
-        """Apply one file's hunks. Gives each with its offset in lines, None where it
-        does not match; with `search`, the nearest place that matches counts."""
+    def _of(self, path: str) -> list[str]:
         if path not in self._lines:
             try:
                 self._lines[path] = self._read(path).decode().split("\n")
             except (OSError, KeyError):
                 self._lines[path] = []
-        lines = self._lines[path]
+        return self._lines[path]
+
+    def patch(
+        self, path: str, hunks: list[Hunk], search: bool
+    ) -> list[tuple[Hunk, int | None]]:
+        """Apply one file's hunks. Gives each with its offset in lines, None where it
+        does not match; with `search`, the nearest place that matches counts."""
+        lines = self._of(path)
         results: list[tuple[Hunk, int | None]] = []
         grown = 0  # by how many lines the hunks so far moved the next one
         for hunk in hunks:
@@ -178,6 +209,27 @@ class _Files:
                 grown += offset + len(hunk.new) - len(hunk.old)
         return results
 
+    def port(self, patch: Patch) -> Outcome:
+        """Apply one patch, or leave the lines as they are."""
+        before = {path: list(lines) for path, lines in self._lines.items()}
+        results = [
+            result
+            for path, hunks in patch.hunks.items()
+            for result in self.patch(path, hunks, search=True)
+        ]
+        conflicts = [hunk for hunk, offset in results if offset is None]
+        if conflicts:
+            self._lines = before
+            if len(conflicts) == len(results) and all(map(self._has, conflicts)):
+                return Outcome(patch, [], is_upstream=True, is_moved=False)
+        moved = any(offset for _, offset in results)
+        return Outcome(patch, conflicts, is_upstream=False, is_moved=moved)
+
+    def _has(self, hunk: Hunk) -> bool:
+        lines = self._of(hunk.path)
+        starts = range(len(lines) - len(hunk.new) + 1)
+        return any(lines[n : n + len(hunk.new)] == hunk.new for n in starts)
+
     def bytes(self) -> dict[str, bytes]:
         return {path: "\n".join(lines).encode() for path, lines in self._lines.items()}
 
@@ -192,7 +244,7 @@ def contract_version(files: Iterable[bytes]) -> int | None:
 
 def public(version: str) -> str:
     """A version without its local tag: the release."""
-    return Version(version).public
+    return version.partition("+")[0]
 
 
 def find(version: str) -> PatchSet | None:

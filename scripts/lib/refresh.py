@@ -34,7 +34,7 @@ def refresh(release: str) -> list[str]:
     if trees.unfinished(tree):
         raise Refused(f"{tree} has edits that are not committed: commit or amend them")
     new = trees.export(tree)
-    if on_disk != trees.export(tree, trees.WRITTEN) and on_disk != new:
+    if on_disk and on_disk not in (new, trees.export(tree, trees.WRITTEN)):
         if trees.git(tree, "rev-parse", "HEAD") != trees.git(
             tree, "rev-parse", trees.WRITTEN
         ):
