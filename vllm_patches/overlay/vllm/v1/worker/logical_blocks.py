@@ -16,6 +16,7 @@ tensor it replaces; nothing is copied or allocated.
 
 import hashlib
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CrossAttentionSpec,
@@ -34,6 +34,8 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     UniformTypeKVCacheSpecs,
 )
+
+logger = logging.getLogger(__name__)
 
 CONTRACT_VERSION = 1
 """Version of what this module promises a connector: views, names, fingerprint."""
@@ -57,8 +59,7 @@ class LogicalBlocks:
     block_stride_bytes: int
     """Bytes from one page to the next. Other layers' pages may lie between."""
     slots_per_block: int
-    """Slots the registered view shows per page; divides ``block_size`` unless the
-    spec stores several states per token."""
+    """Slots the registered view shows per page; divides ``block_size``."""
     page_offset_bytes: int = field(repr=False)
     """Bytes from the start of the storage to page 0."""
     bound: torch.Tensor = field(repr=False)
@@ -118,7 +119,8 @@ class LogicalKVCaches(Mapping[str, torch.Tensor]):
         self.blocks = blocks
         """Layer name -> its pages. Layers that pass through unpaged have none."""
         self.byte_order = byte_order
-        """What ``fingerprint`` digests: per group, the distinct page formats."""
+        """Group id -> the distinct page formats in it, field by field; none for a
+        group that passes through. What ``fingerprint`` digests."""
         self.refusals = refusals
         """One line per layer that cannot be addressed by block ids."""
         self._views = views
@@ -142,7 +144,8 @@ class LogicalKVCaches(Mapping[str, torch.Tensor]):
         such engines may differ in: no pool size, address, layer name or process id.
         """
         self.check_served()
-        document = {"contract": CONTRACT_VERSION, "groups": self.byte_order}
+        groups = [formats for formats in self.byte_order if formats]
+        document = {"contract": CONTRACT_VERSION, "groups": groups}
         text = json.dumps(document, sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -169,11 +172,12 @@ def build_logical_kv_caches(
     """View every layer's KV cache as pages addressed by block ids.
 
     - An attention layer already paged by its block id keeps its very tensor.
-    - A sub-paged attention layer and a Mamba page become opaque pages: their dims are
-      addresses only, ``[num_blocks, slots, 1, C]`` or, head-major,
-      ``[num_blocks, 1, slots, C]``, with as many dims as the tensor bound. Where the
-      release binds K and V as a dim of size 2, or Mamba states one by one, the view
-      has two planes: ``[num_blocks, 2, slots, 1, C]``.
+    - A sub-paged attention layer, one whose slots do not divide its block size, and a
+      Mamba page become opaque pages: their dims are addresses only,
+      ``[num_blocks, slots, 1, C]`` or, head-major, ``[num_blocks, 1, slots, C]``,
+      with as many dims as the tensor bound. Where the release binds K and V as a dim
+      of size 2, or Mamba states one by one, the view has two planes:
+      ``[num_blocks, 2, slots, 1, C]``.
     - Groups outside prefix caching or KV transfer, without per-layer views, or
       without a KV cache pass through.
 
@@ -201,6 +205,14 @@ def build_logical_kv_caches(
         )
         builder.add_group(group_id, group, kernel_block_size)
     caches = builder.finish()
+    logger.info(
+        "KV cache of %d layers viewed as its block ids address it: %d re-paged, "
+        "%d refused (contract version %d)",
+        len(caches.blocks),
+        sum(caches.raw[name] is not view for name, view in builder.views.items()),
+        len(caches.refusals),
+        CONTRACT_VERSION,
+    )
     if strict:
         caches.check_served()
     return caches
@@ -222,7 +234,7 @@ def attn_backend_names(attn_groups: Iterable[Iterable[Any]]) -> dict[str, str]:
     return names
 
 
-def num_states(spec: KVCacheSpec) -> int:
+def num_states(spec: Any) -> int:
     """Slots that a page of this spec declares.
 
     ``block_size`` unless the spec declares slot compression: ``tokens_per_state``
@@ -236,13 +248,12 @@ def num_states(spec: KVCacheSpec) -> int:
 def _layer_kernel_block_size(spec: KVCacheSpec, kernel_block_size: int) -> int:
     """Tokens per kernel block of one layer, where its spec overrides its group's."""
     storage_block_size = getattr(spec, "storage_block_size", None)
-    if storage_block_size in (None, spec.block_size):
-        return kernel_block_size
     if hasattr(spec, "tokens_per_state"):
         # vLLM 0.29 to 0.31: the layer's own kernel block size.
-        return storage_block_size
-    # Up to vLLM 0.28: slots of a compressed page, which is never split.
-    return spec.block_size
+        return storage_block_size or kernel_block_size
+    # Up to vLLM 0.28: slots. A compressed page is never split.
+    is_compressed = storage_block_size != spec.block_size
+    return spec.block_size if is_compressed else kernel_block_size
 
 
 @dataclass(frozen=True)
@@ -258,7 +269,8 @@ class _Placement:
 
 def _placements(kv_cache_config: KVCacheConfig) -> dict[str, _Placement]:
     placements = {}
-    for tensor in kv_cache_config.kv_cache_tensors:
+    tensors: list[Any] = kv_cache_config.kv_cache_tensors
+    for tensor in tensors:
         if hasattr(tensor, "layers"):
             # vLLM 0.29 on: one allocation for all layers.
             for i, layer_name in enumerate(tensor.layers):
@@ -266,9 +278,10 @@ def _placements(kv_cache_config: KVCacheConfig) -> dict[str, _Placement]:
                     tensor.block_stride, tensor.offset + i * tensor.layer_stride
                 )
         else:
-            placements.update(
-                dict.fromkeys(tensor.shared_by, _Placement(tensor.block_stride))
-            )
+            # Up to vLLM 0.28: one allocation per tensor, unless packed.
+            offset = tensor.offset if tensor.block_stride else None
+            placement = _Placement(tensor.block_stride, offset)
+            placements.update(dict.fromkeys(tensor.shared_by, placement))
     return placements
 
 
@@ -290,7 +303,8 @@ class _Builder:
         self.views: dict[str, Any] = dict(kv_caches)
         self.blocks: dict[str, LogicalBlocks] = {}
         # Layers that share another layer's cache are bound to the same object.
-        self.owners: dict[int, str] = {}
+        self.owners: dict[int, tuple[str, KVCacheSpec]] = {}
+        self.ungrouped = dict.fromkeys(kv_caches)
         self.byte_order: list[list[dict[str, Any]]] = []
         self.refusals: list[str] = []
 
@@ -300,6 +314,7 @@ class _Builder:
         group_spec = group.kv_cache_spec
         formats: list[dict[str, Any]] = []
         for layer_name in group.layer_names:
+            self.ungrouped.pop(layer_name, None)
             spec: KVCacheSpec | None = group_spec
             if isinstance(group_spec, UniformTypeKVCacheSpecs):
                 spec = group_spec.kv_cache_specs.get(layer_name)
@@ -315,20 +330,20 @@ class _Builder:
                 continue
             if page_format is not None and page_format not in formats:
                 formats.append(page_format)
-        if formats:
-            self.byte_order.append(formats)
+        self.byte_order.append(formats)
 
     def finish(self) -> LogicalKVCaches:
         # Sharing layers that no group names (V2 model runner) follow their target.
-        for layer_name, kv_cache in self.raw.items():
-            self._follow_owner(layer_name, kv_cache)
+        for layer_name in self.ungrouped:
+            self._follow_owner(layer_name, None)
         return LogicalKVCaches(
             self.raw, self.views, self.blocks, self.byte_order, tuple(self.refusals)
         )
 
-    def _follow_owner(self, layer_name: str, kv_cache: Any) -> bool:
-        owner = self.owners.get(id(kv_cache))
-        if owner is None:
+    def _follow_owner(self, layer_name: str, spec: KVCacheSpec | None) -> bool:
+        """Take over the view of the layer whose cache this one shares, if any."""
+        owner, owner_spec = self.owners.get(id(self.raw[layer_name]), (None, None))
+        if owner is None or (spec is not None and spec != owner_spec):
             return False
         self.views[layer_name] = self.views[owner]
         self.blocks[layer_name] = self.blocks[owner]
@@ -348,7 +363,7 @@ class _Builder:
                 f"no KV cache was bound for it, only for {len(self.raw)} others. Hand "
                 "over the cache of every layer in the KV cache config."
             )
-        if self._follow_owner(layer_name, kv_cache):
+        if self._follow_owner(layer_name, spec):
             return None
         if isinstance(spec, MambaSpec):
             view, blocks = self._mamba_pages(layer_name, spec, kv_cache)
@@ -364,7 +379,7 @@ class _Builder:
             )
         self.views[layer_name] = view
         self.blocks[layer_name] = blocks
-        self.owners[id(kv_cache)] = layer_name
+        self.owners[id(kv_cache)] = (layer_name, spec)
         backend = self.attn_backends.get(layer_name, "")
         return _page_format(spec, kv_cache, blocks, backend)
 
@@ -394,14 +409,16 @@ class _Builder:
                 "VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC."
             )
         k = block_size // kernel_block_size
-        stride, content, is_dense = self._kernel_pages(kv_cache, k)
+        stride, content, is_dense = self._kernel_pages(layer_name, kv_cache, k)
         if k > 1 and not (is_dense and content * k == page == (stride or content) * k):
             raise ValueError(
                 f"{k} kernel pages of {kernel_block_size} tokens, {content} bytes each "
                 f"and {stride} apart, do not tile the {page}-byte page of {block_size} "
                 f"tokens. Set --block-size to {kernel_block_size}."
             )
-        if k == 1 and content != page and not _is_padded(spec, content):
+        # Named so from vLLM 0.26 on; before, only without the scales it may hold.
+        unpadded = getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes)
+        if k == 1 and not unpadded <= content <= page:
             raise ValueError(
                 f"its tensor holds {content} bytes per block, its spec's page {page}. "
                 "Use an attention backend whose KV cache has the spec's page size."
@@ -410,10 +427,10 @@ class _Builder:
         blocks = self._logical_blocks(
             layer_name, spec, kernel_block_size, stride and stride * k, slots, kv_cache
         )
-        if k == 1:
+        if k == 1 and block_size % slots == 0:
             return kv_cache, blocks
         planes = 2 if kv_cache.ndim == 5 else 1
-        return self._opaque_view(blocks, planes, kv_cache.ndim, min(slots, block_size))
+        return self._opaque_view(blocks, planes, kv_cache.ndim)
 
     def _mamba_pages(
         self,
@@ -430,7 +447,7 @@ class _Builder:
         page = spec.page_size_bytes
         if isinstance(kv_cache, torch.Tensor):
             bound, planes, ndim = kv_cache, 1, kv_cache.ndim
-            stride, content, _ = self._kernel_pages(kv_cache, 1)
+            stride, content, _ = self._kernel_pages(layer_name, kv_cache, 1)
             state_bytes = sum(_state_sizes(spec))
             if not state_bytes <= content <= page:
                 raise ValueError(
@@ -439,34 +456,35 @@ class _Builder:
                 )
         else:
             # Up to vLLM 0.25, where connectors parse K and V planes.
+            stride = self._mamba_state_stride(layer_name, spec, kv_cache)
             bound, planes, ndim = kv_cache[0], 2, 5
-            stride = self._mamba_state_stride(spec, kv_cache)
         blocks = self._logical_blocks(
             layer_name, spec, spec.block_size, stride, spec.block_size, bound
         )
-        return self._opaque_view(blocks, planes, ndim, spec.block_size)
+        return self._opaque_view(blocks, planes, ndim)
 
-    def _mamba_state_stride(self, spec: MambaSpec, states: list[torch.Tensor]) -> int:
+    def _mamba_state_stride(
+        self, layer_name: str, spec: MambaSpec, states: list[torch.Tensor]
+    ) -> int | None:
         """Bytes between the pages of states bound one by one, back to back."""
-        strides = {self._kernel_pages(state, 1)[0] for state in states}
-        base = states[0].storage_offset() * states[0].element_size()
-        offsets = [s.storage_offset() * s.element_size() - base for s in states]
+        strides = {self._kernel_pages(layer_name, state, 1)[0] for state in states}
+        base = min((state.data_ptr() for state in states), default=0)
+        offsets = [state.data_ptr() - base for state in states]
         expected = [sum(_state_sizes(spec)[:i]) for i in range(len(spec.shapes))]
         if len(strides) != 1 or offsets != expected:
             raise ValueError(
-                f"its states lie at bytes {offsets} of a page, {sorted(strides)} apart; "
+                f"its states lie at bytes {offsets} of a page, {[*strides]} apart; "
                 f"its spec puts them at {expected}, {spec.page_size_bytes} apart. Bind "
                 "the states in the order of the spec's shapes, from the page's base."
             )
         return strides.pop()
 
     def _kernel_pages(
-        self, kv_cache: torch.Tensor, k: int
+        self, layer_name: str, kv_cache: torch.Tensor, k: int
     ) -> tuple[int | None, int, bool]:
         """Bytes between kernel pages, bytes that one spans, and whether densely.
 
-        The dim of the pages is the outermost in memory, wherever it stands in the
-        shape. A single page has no stride.
+        A single page has no stride.
         """
         if not isinstance(kv_cache, torch.Tensor) or kv_cache.device.type == "meta":
             where = getattr(kv_cache, "device", type(kv_cache).__name__)
@@ -475,23 +493,32 @@ class _Builder:
                 "is allocated on a device."
             )
         itemsize = kv_cache.element_size()
-        dims = sorted(d for d in zip(kv_cache.stride(), kv_cache.shape) if d[1] != 1)
+        shape, strides = tuple(kv_cache.shape), tuple(kv_cache.stride())
         num_pages = self.num_blocks * k
-        page_stride = None
-        if num_pages > 1:
-            if not dims or dims[-1][1] < num_pages or dims[-1][1] % k:
-                raise ValueError(
-                    f"the outermost dim in memory of its tensor (shape "
-                    f"{tuple(kv_cache.shape)}, strides {tuple(kv_cache.stride())}) is "
-                    f"not that of {num_pages} kernel pages, so a page is no single "
-                    "byte range. Use an attention backend and a VLLM_KV_CACHE_LAYOUT "
-                    "that keep a block's heads together."
-                )
-            page_stride = dims.pop()[0] * itemsize
+        block_dim = _block_dim(shape, num_pages)
+        inner = sorted(
+            (stride, size)
+            for dim, (stride, size) in enumerate(zip(strides, shape))
+            if dim != block_dim and size != 1
+        )
+        if shape[:2] == (2, 2) and num_pages == 2:
+            # Two pages, or K and V? Only a placement tells that pages come first.
+            is_placed = self.placements.get(layer_name, _Placement()).offset is not None
+            block_dim = block_dim if is_placed else None
+        if block_dim is None or (
+            num_pages > 1 and inner and inner[-1][0] > strides[block_dim]
+        ):
+            raise ValueError(
+                f"the outermost dim in memory of its tensor (shape {shape}, strides "
+                f"{strides}) is not that of {num_pages} kernel pages, so a page is no "
+                "single byte range. Use an attention backend and a "
+                "VLLM_KV_CACHE_LAYOUT that keep a block's heads, K and V together."
+            )
         content, is_dense = 1, True
-        for stride, size in dims:
+        for stride, size in inner:
             is_dense &= stride == content
             content += (size - 1) * stride
+        page_stride = strides[block_dim] * itemsize if shape[block_dim] > 1 else None
         return page_stride, content * itemsize, is_dense
 
     def _logical_blocks(
@@ -505,7 +532,7 @@ class _Builder:
     ) -> LogicalBlocks:
         """Check the pages against the KV cache config and the storage's end."""
         page = spec.page_size_bytes
-        offset = bound.storage_offset() * bound.element_size()
+        offset = int(bound.storage_offset()) * bound.element_size()
         placed = self.placements.get(layer_name, _Placement())
         placed_stride = page if placed.block_stride == 0 else placed.block_stride
         if block_stride is None:
@@ -539,7 +566,7 @@ class _Builder:
         )
 
     def _opaque_view(
-        self, blocks: LogicalBlocks, planes: int, ndim: int, max_slots: int
+        self, blocks: LogicalBlocks, planes: int, ndim: int
     ) -> tuple[torch.Tensor, LogicalBlocks]:
         """View whole pages as ``planes`` times the most equal slots that fit."""
         page, dtype = blocks.page_size_bytes, blocks.bound.dtype
@@ -549,12 +576,14 @@ class _Builder:
         word = max(dtype.itemsize, 2 - page % 2)
         if page % (planes * word):
             planes, ndim = 1, 4
-        slots = math.gcd(max_slots, page // (planes * word))
+        slots = math.gcd(
+            blocks.slots_per_block, blocks.block_size, page // (planes * word)
+        )
         width = page // (planes * slots * dtype.itemsize)
         shape, stride = [slots, width], [width, 1]
         if ndim > 3:
             # The one head slot: inside the token slots, or around them.
-            token_major = self.kv_layout.index("N") < self.kv_layout.index("H")
+            token_major = "NH" in self.kv_layout
             shape.insert(int(token_major), 1)
             stride.insert(int(token_major), width if token_major else slots * width)
         if planes > 1:
@@ -573,12 +602,6 @@ def _passes_through(group: KVCacheGroupSpec, spec: KVCacheSpec) -> bool:
         or not getattr(spec, "has_layer_views", True)
         or not getattr(group, "enable_kv_transfer", True)
         or getattr(group, "host_resident", False)
-    )
-
-
-def _is_padded(spec: AttentionSpec, content: int) -> bool:
-    return content < spec.page_size_bytes and (
-        spec.page_size_padded is not None or content == spec.real_page_size_bytes
     )
 
 
@@ -616,16 +639,20 @@ def _page_format(
     }
 
 
+def _block_dim(shape: Sequence[int], num_pages: int) -> int | None:
+    """The dim of the kernel pages: the first, or the second behind K and V."""
+    dims = (dim for dim, size in enumerate(shape[:2]) if size >= num_pages)
+    return next(dims, None)
+
+
 def _inner_dims(kv_cache: torch.Tensor, num_pages: int) -> list[list[int]]:
     """``[size, stride]`` of the dims within a kernel page, in the shape's order.
 
-    The dim of the pages depends on the pool's size, as may a trivial dim's stride.
+    The stride of a dim of size 1 says nothing and is 0.
     """
-    dims = [
-        [size, stride]
-        for size, stride in zip(kv_cache.shape, kv_cache.stride())
-        if size != 1
+    block_dim = _block_dim(kv_cache.shape, num_pages)
+    return [
+        [size, stride if size > 1 else 0]
+        for dim, (size, stride) in enumerate(zip(kv_cache.shape, kv_cache.stride()))
+        if dim != block_dim
     ]
-    if num_pages > 1:
-        dims.remove(max(dims, key=lambda dim: dim[1]))
-    return dims
