@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 # Imported before the engines' processes part ways; none starts an engine or a thread.
 _SLOW_IMPORTS = (
     "vllm.entrypoints.llm",
@@ -85,6 +87,16 @@ def set_kernel_block_size(tokens: int) -> None:
     )
 
 
+def release_args() -> dict[str, Any]:
+    """Engine arguments that this vLLM needs to run the tiny models."""
+    import vllm
+
+    if Version(vllm.__version__) < Version("0.29"):
+        # The gated delta net's CPU kernels take no other; later it is the default.
+        return {"mamba_ssm_cache_dtype": "float32"}
+    return {}
+
+
 def describe_groups() -> list[dict[str, Any]]:
     """What the connector registered, per KV cache group: its first layer's pages."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -118,7 +130,7 @@ def run(job: Job) -> None:
         enable_prefix_caching=True,
         max_model_len=4096,
         kv_transfer_config=job.kv_transfer_config,
-        **{"block_size": 256} | job.engine_args,
+        **{"block_size": 256} | release_args() | job.engine_args,
     )
     sampling = SamplingParams(
         temperature=0,
@@ -172,13 +184,16 @@ def run_in_fresh_process(job: Job) -> int:
 
 def main(paths: list[str]) -> int:
     jobs = [Job(**json.loads(Path(path).read_text())) for path in paths]
+    # Some releases log to the standard output as they are imported.
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     if any(job.runner == "v2" for job in jobs):
         run_v2_on_cpu()
     for module in _SLOW_IMPORTS:
         importlib.import_module(module)
     for job in jobs:
         status = run_in_fresh_process(job)
-        print(job.name, status, flush=True)
+        print(job.name, status, file=report, flush=True)
         if status:
             return status
     return 0

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from packaging.version import Version
 from rich.console import Console
 from rich.table import Table
 
@@ -187,18 +186,6 @@ def jobs(
     ]
 
 
-def engine_args(release: str) -> dict[str, Any]:
-    """Engine arguments for the tiny models."""
-    args: dict[str, Any] = {
-        "block_size": BLOCK_SIZE,
-        "num_gpu_blocks_override": _NUM_BLOCKS,
-    }
-    if Version(release) < Version("0.29"):
-        # The gated delta net's CPU kernels take no other; later it is the default.
-        args["mamba_ssm_cache_dtype"] = "float32"
-    return args
-
-
 def run(
     folder: Path,
     model: str = "hybrid",
@@ -207,7 +194,6 @@ def run(
     connector: str = "LMCacheLogicalConnector",
     seed: int = 0,
     notify: Notify = print,
-    release: str = environment.DEFAULT_RELEASE,
 ) -> RoundTrip:
     """Store with one engine, retrieve with another, compare with vLLM's own cache.
 
@@ -219,7 +205,6 @@ def run(
         connector: The KV connector of the first two engines.
         seed: Of the prompts.
         notify: Told each step as it starts.
-        release: vLLM's, of this environment.
 
     Raises:
         server.StepFailed: naming the step and its log.
@@ -293,7 +278,6 @@ def main(
                 runner.value,
                 kernel_block_size,
                 notify=notify,
-                release=release,
             )
         except server.StepFailed as e:
             console.print(f"error: {e}", style="red", soft_wrap=True)
