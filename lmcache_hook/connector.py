@@ -85,7 +85,9 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         logger.info(
             "KV cache fingerprint %s %s",
             self.fingerprint,
-            json.dumps(kv_caches.byte_order),
+            json.dumps(
+                {"contract": namespace.CONTRACT_VERSION, "groups": kv_caches.byte_order}
+            ),
         )
         views = dict(kv_caches.items())
         if current_platform.is_cpu():

@@ -43,7 +43,7 @@ def extend(model_name: str, digest: str) -> str:
     if length > _MAX_FILE_NAME:
         raise ValueError(
             f"LMCache's namespace {namespace!r} makes file names of {length} bytes, "
-            f"over {_MAX_FILE_NAME}: load the model from a shorter path, such as a link."
+            f"over {_MAX_FILE_NAME}: load the model from a shorter path (a link)."
         )
     return namespace
 

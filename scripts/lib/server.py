@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -59,7 +60,7 @@ def running(
         StepFailed: if it does not start within ``timeout`` seconds.
 
     """
-    port, http_port = _free_ports(2)
+    port, http_port = free_ports(2)
     lmcache = Path(sys.executable).parent / "lmcache"
     command = [str(lmcache), "server", "--host", "127.0.0.1"]
     command += ["--port", str(port), "--http-host", "127.0.0.1"]
@@ -67,15 +68,7 @@ def running(
     command += ["--l1-size-gb", "2", "--eviction-policy", "LRU", *options]
     with (
         log.open("wb") as out,
-        ended_with_us(
-            subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=out,
-                env=engine_env(),
-                start_new_session=True,
-            )
-        ) as process,
+        ended_with_us(_popen(command, stdout=out, stderr=out)) as process,
     ):
         deadline = time.monotonic() + timeout
         while b"Application startup complete" not in log.read_bytes():
@@ -83,6 +76,10 @@ def running(
                 raise StepFailed("starting the LMCache server", log)
             time.sleep(0.2)
         yield Server(port, http_port, psutil.Process(process.pid))
+
+
+def _popen(command: list[str], **kwargs: Any) -> subprocess.Popen:
+    return subprocess.Popen(command, env=engine_env(), start_new_session=True, **kwargs)
 
 
 @contextmanager
@@ -116,7 +113,8 @@ def remove_dead_segments(pids: set[int]) -> None:
             segment.unlink(missing_ok=True)
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that nothing listens on."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [s.getsockname()[1] for s in sockets]
     for s in sockets:

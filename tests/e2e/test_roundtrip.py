@@ -1,0 +1,126 @@
+"""A second engine answers from the first one's cache, bit for bit."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+
+from scripts.lib import environment, models, roundtrip, server
+
+KERNEL_BLOCK_SIZES = (32, 256)
+
+
+@pytest.fixture(scope="module", params=["v1", "v2"])
+def trips(request, tmp_path_factory) -> dict[tuple[str, int], roundtrip.RoundTrip]:
+    """The round trips of one model runner, by model and kernel block size."""
+    runner = request.param
+    folder = tmp_path_factory.mktemp(f"roundtrip-{runner}")
+    prompt_ids = roundtrip.prompts()
+    cases = [(m, k) for m in models.CHOICES for k in KERNEL_BLOCK_SIZES]
+    with server.running(folder / "server.log") as lmcache:
+        transfer = lmcache.connector("LMCacheLogicalConnector")
+        answers = roundtrip.run_engines(
+            [
+                job
+                for model, k in cases
+                for job in roundtrip.jobs(
+                    folder, transfer, model, runner, k, prompt_ids
+                )
+            ],
+            folder,
+        )
+    return {
+        case: roundtrip.RoundTrip(
+            roundtrip.compare(prompt_ids, *answers[3 * i : 3 * i + 3]),
+            answers[3 * i + 1]["groups"],
+        )
+        for i, case in enumerate(cases)
+    }
+
+
+@pytest.mark.parametrize("kernel_block_size", KERNEL_BLOCK_SIZES)
+@pytest.mark.parametrize("model", models.CHOICES)
+def test_exact(trips, model: str, kernel_block_size: int) -> None:
+    trip = trips[model, kernel_block_size]
+    assert [row.difference for row in trip.rows] == [0.0] * len(trip.rows)
+    assert trip.exact, trip.rows
+    attention = [g for g in trip.groups if g["kind"] == "FullAttentionSpec"]
+    assert [g["kernel_block_size"] for g in attention] == [kernel_block_size]
+    assert all(g["view"][0] == 256 for g in trip.groups), "one view page a block id"
+
+
+def test_stock_connector_is_silently_wrong(plain, make_job, tmp_path: Path) -> None:
+    """What this project ends: hits on sub-paged attention, wrong and without error."""
+    prompt_ids = roundtrip.prompts()
+    with server.running(tmp_path / "server.log") as lmcache:
+        transfer = lmcache.connector(
+            "LMCacheMPConnector", **{"lmcache.mp.mp_transfer_mode": "lmcache_driven"}
+        )
+        jobs = [
+            make_job("A", plain, prompt_ids, kv_transfer_config=transfer),
+            make_job("B", plain, prompt_ids, kv_transfer_config=transfer),
+            make_job("reference", plain, prompt_ids, passes=2),
+        ]
+        rows = roundtrip.compare(prompt_ids, *roundtrip.run_engines(jobs, tmp_path))
+    assert all(row.cached >= roundtrip.BLOCK_SIZE for row in rows)
+    assert not any(row.same_tokens for row in rows)
+    assert not any(row.exact for row in rows)
+
+
+def test_script_prints_the_tables_and_leaves_nothing_behind() -> None:
+    segments = set(Path("/dev/shm").iterdir())
+    done = subprocess.run(
+        [environment.ROOT / "scripts" / "roundtrip", "--model", "plain"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("0.0 │") == 3
+    assert "every difference is 0.0" in done.stdout
+    assert re.search(r"engine .*plain-v1-32-B", done.stderr), "progress is visible"
+    assert set(Path("/dev/shm").iterdir()) == segments
+    assert not _our_processes()
+
+
+def test_interrupted_script_leaves_nothing_behind() -> None:
+    segments = set(Path("/dev/shm").iterdir())
+    process = subprocess.Popen(
+        [environment.ROOT / "scripts" / "roundtrip"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "-B" in line:
+            break
+    process.terminate()
+    assert process.wait(timeout=60) == 143
+    process.stderr.close()
+    assert set(Path("/dev/shm").iterdir()) == segments
+    assert not _our_processes()
+
+
+def test_failing_engine_is_named_with_its_log(plain, make_job, tmp_path: Path) -> None:
+    job = make_job("broken", plain, [[1, 2]], engine_args={"max_model_len": 10**9})
+    with pytest.raises(server.StepFailed, match=r"engine broken failed.*broken\.log"):
+        roundtrip.run_engines([job], tmp_path)
+
+
+def test_kernel_block_size_that_does_not_divide_is_refused() -> None:
+    done = subprocess.run(
+        [environment.ROOT / "scripts" / "roundtrip", "--kernel-block-size", "7"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.replace("\n", " ").startswith("error: --kernel-block-size 7")
+
+
+def _our_processes() -> list[str]:
+    lines = [
+        " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])
+    ]
+    return [x for x in lines if "lmcache server" in x or "scripts.lib.engine" in x]
