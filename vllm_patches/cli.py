@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vllm_patches import actions
+from vllm_patches import fingerprint as fingerprints
 from vllm_patches.errors import PatchesError
 
 app = typer.Typer(
@@ -196,6 +197,34 @@ def export(
         _print(f"{verb}: {files} to {document['folder']}")
         if not dry_run:
             _print(f"in the checkout: git am {folder.resolve()}/*.patch")
+
+
+@app.command()
+def fingerprint(
+    here: Annotated[
+        Path,
+        typer.Argument(metavar="A", help="One engine's log, or a part of it."),
+    ],
+    there: Annotated[Path, typer.Argument(metavar="B", help="Another's.")],
+    as_json: Json = False,
+) -> None:
+    """Explain why two engines do not share their KV cache, field by field.
+
+    Exits 0 if they do share it, 1 if not.
+    """
+    with _errors(as_json):
+        a, b = fingerprints.read(here), fingerprints.read(there)
+        differences = fingerprints.explain(a, b)
+        if as_json:
+            _print_json(
+                {"here": a.digest, "there": b.digest, "differences": differences}
+            )
+        for line in [] if as_json else differences:
+            _print(line)
+        if differences:
+            raise typer.Exit(1)
+        if not as_json:
+            _print(f"the same: {a.digest}")
 
 
 @contextlib.contextmanager
