@@ -501,7 +501,7 @@ class _Builder:
             for dim, (stride, size) in enumerate(zip(strides, shape))
             if dim != block_dim and size != 1
         )
-        if shape[:2] == (2, 2) and num_pages == 2:
+        if shape[:1] == (2,) and min(shape[:2]) >= num_pages:
             # Two pages, or K and V? Only a placement tells that pages come first.
             is_placed = self.placements.get(layer_name, _Placement()).offset is not None
             block_dim = block_dim if is_placed else None
@@ -570,7 +570,7 @@ class _Builder:
     ) -> tuple[torch.Tensor, LogicalBlocks]:
         """View whole pages as ``planes`` times the most equal slots that fit."""
         page, dtype = blocks.page_size_bytes, blocks.bound.dtype
-        if page % dtype.itemsize or blocks.block_stride_bytes % dtype.itemsize:
+        if page % dtype.itemsize:
             dtype = torch.uint8
         # Transfer kernels copy a slot by words, of two bytes at least.
         word = max(dtype.itemsize, 2 - page % 2)
