@@ -49,6 +49,8 @@ class Job:
     max_tokens: int = 16
     kv_transfer_config: dict[str, Any] | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of this engine alone, set before it is made."""
 
 
 @dataclass
@@ -98,9 +100,17 @@ def release_args() -> dict[str, Any]:
 
 
 def describe_groups() -> list[dict[str, Any]]:
-    """What the connector registered, per KV cache group: its first layer's pages."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    """What the connector registered, per KV cache group: its first layer's pages.
 
+    Empty where the workers run in processes of their own.
+    """
+    from vllm.distributed.kv_transfer import (
+        get_kv_transfer_group,
+        has_kv_transfer_group,
+    )
+
+    if not has_kv_transfer_group():
+        return []
     connector = get_kv_transfer_group()
     caches = connector.logical_kv_caches
     groups = []
@@ -122,6 +132,7 @@ def describe_groups() -> list[dict[str, Any]]:
 def run(job: Job) -> None:
     from vllm import LLM, SamplingParams
 
+    os.environ.update(job.env)
     set_kernel_block_size(job.kernel_block_size)
     llm = LLM(
         model=job.model,
@@ -156,9 +167,10 @@ def run(job: Job) -> None:
             )
             print(f"answered prompt {len(answers)} of {len(job.prompts)}", flush=True)
         rounds.append([asdict(answer) for answer in answers])
-    groups = describe_groups() if job.kv_transfer_config else []
     Path(job.output).write_text(
-        json.dumps({"rounds": rounds, "answers": rounds[-1], "groups": groups})
+        json.dumps(
+            {"rounds": rounds, "answers": rounds[-1], "groups": describe_groups()}
+        )
     )
 
 

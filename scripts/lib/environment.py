@@ -93,8 +93,7 @@ def _patch(env: Path) -> None:
     if marker.exists() and marker.read_text() == digest.hexdigest():
         return
     tool = str(env / "bin" / "vllm-patches")
-    if marker.exists():
-        marker.unlink()
+    if json.loads(_run([tool, "status", "--json"]))["state"] == "patched":
         _run([tool, "revert"])
     _run([tool, "apply"])
     marker.write_text(digest.hexdigest())

@@ -61,8 +61,8 @@ def running(
 
     """
     port, http_port = free_ports(2)
-    lmcache = Path(sys.executable).parent / "lmcache"
-    command = [str(lmcache), "server", "--host", "127.0.0.1"]
+    command = [sys.executable, "-m", "lmcache.cli.main", "server"]
+    command += ["--host", "127.0.0.1"]
     command += ["--port", str(port), "--http-host", "127.0.0.1"]
     command += ["--http-port", str(http_port), "--chunk-size", str(CHUNK_SIZE)]
     command += ["--l1-size-gb", "2", "--eviction-policy", "LRU", *options]

@@ -123,4 +123,4 @@ def _our_processes() -> list[str]:
     lines = [
         " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])
     ]
-    return [x for x in lines if "lmcache server" in x or "scripts.lib.engine" in x]
+    return [x for x in lines if "lmcache.cli.main" in x or "scripts.lib.engine" in x]

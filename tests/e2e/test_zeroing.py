@@ -10,7 +10,7 @@ from scripts.lib import roundtrip
 from tests.wheels import unpack_python
 
 # More tokens than the pool of 24 blocks keeps, so that blocks change hands between the
-# Mamba and the attention groups: states in float32, read as keys and values in bfloat16.
+# Mamba and the attention groups, float32 states read as keys and values in bfloat16.
 PROMPTS = roundtrip.prompts([700 + 110 * i for i in range(6)])
 ROUNDS = 4
 
