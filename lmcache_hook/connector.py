@@ -54,6 +54,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         from vllm.v1.worker import logical_blocks
 
         namespace.check_contract(logical_blocks.CONTRACT_VERSION)
+        assert vllm_config.kv_transfer_config is not None
         extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
         if current_platform.is_cpu():
             # Engine-driven transfer, LMCache's default there, takes one group only.

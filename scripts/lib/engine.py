@@ -84,19 +84,8 @@ def set_kernel_block_size(tokens: int) -> None:
     """Make the CPU attention backend page by fixed kernel blocks, as GPU ones do."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
-    CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(
-        lambda kv_cache_spec=None: [tokens]
-    )
-
-
-def release_args() -> dict[str, Any]:
-    """Engine arguments that this vLLM needs to run the tiny models."""
-    import vllm
-
-    if Version(vllm.__version__) < Version("0.29"):
-        # The gated delta net's CPU kernels take no other; later it is the default.
-        return {"mamba_ssm_cache_dtype": "float32"}
-    return {}
+    sizes = staticmethod(lambda kv_cache_spec=None: [tokens])
+    setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)  # noqa: B010
 
 
 def describe_groups() -> list[dict[str, Any]]:
@@ -111,7 +100,7 @@ def describe_groups() -> list[dict[str, Any]]:
 
     if not has_kv_transfer_group():
         return []
-    connector = get_kv_transfer_group()
+    connector: Any = get_kv_transfer_group()
     caches = connector.logical_kv_caches
     groups = []
     for group in connector._kv_cache_config.kv_cache_groups:
@@ -157,7 +146,7 @@ def run(job: Job) -> None:
             (request,) = llm.generate(
                 {"prompt_token_ids": prompt}, sampling, use_tqdm=False
             )
-            out = request.outputs[0]
+            out: Any = request.outputs[0]
             answers.append(
                 Answer(
                     request.num_cached_tokens or 0,

@@ -1,6 +1,7 @@
 """Tiny models with random weights, made rather than downloaded."""
 
 from pathlib import Path
+from typing import Any
 
 VOCAB_SIZE = 512
 CHOICES = ("hybrid", "plain")
@@ -27,7 +28,7 @@ def make(name: str, folder: Path) -> Path:
         Qwen3NextForCausalLM,
     )
 
-    common = dict(
+    common: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         num_hidden_layers=4,
@@ -43,6 +44,7 @@ def make(name: str, folder: Path) -> Path:
         pad_token_id=None,
     )
     torch.manual_seed(0)
+    model: Any
     if name == "hybrid":
         model = Qwen3NextForCausalLM(
             Qwen3NextConfig(
