@@ -88,6 +88,16 @@ def set_kernel_block_size(tokens: int) -> None:
     setattr(CPUAttentionBackend, "get_supported_kernel_block_sizes", sizes)  # noqa: B010
 
 
+def release_args() -> dict[str, Any]:
+    """Engine arguments that this vLLM needs to run the tiny models."""
+    import vllm
+
+    if Version(vllm.__version__) < Version("0.29"):
+        # The gated delta net's CPU kernels take no other; later it is the default.
+        return {"mamba_ssm_cache_dtype": "float32"}
+    return {}
+
+
 def describe_groups() -> list[dict[str, Any]]:
     """What the connector registered, per KV cache group: its first layer's pages.
 

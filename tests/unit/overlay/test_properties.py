@@ -114,6 +114,7 @@ def _add_group(draw: Any, pool: pools.Pool, layers: int, can_split: bool) -> Non
             ratios = [r for r in ratios if kernel % r == 0]
             ratios = ratios if pools.HAS_TOKENS_PER_STATE else [1]
         specs = [draw(mla_specs(block_size, ratios)) for _ in range(layers)]
+        specs = [_aligned(spec) for spec in specs]
         if kernel != block_size:
             specs = [pools.mla(block_size, dtype=spec.dtype) for spec in specs]
         if kind == "mla":
