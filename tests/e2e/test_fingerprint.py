@@ -80,21 +80,22 @@ def test_pools_of_any_size_and_a_restarted_server_share(
     tier = ("--l2-adapter", f'{{"type": "fs", "base_path": "{disk}"}}')
     options = ("--separate-object-groups", *tier)
 
-    def run(name: str, log: str, num_blocks: int):
+    def run(name: str, log: str, pool_gib: int):
         with server.running(tmp_path / log, options) as lmcache:
             job = make_job(
                 name,
                 hybrid,
                 PROMPTS,
                 kv_transfer_config=lmcache.connector("LMCacheLogicalConnector"),
-                engine_args={"num_gpu_blocks_override": num_blocks},
+                engine_args={"num_gpu_blocks_override": None},
+                env={"VLLM_CPU_KVCACHE_SPACE": str(pool_gib)},
             )
             (engine,) = roundtrip.run_engines([job], tmp_path)
             _wait_until_settled(disk)
         return engine
 
-    first = run("first", "server-1.log", num_blocks=256)
-    second = run("second", "server-2.log", num_blocks=512)
+    first = run("first", "server-1.log", pool_gib=1)
+    second = run("second", "server-2.log", pool_gib=2)
     (reference,) = roundtrip.run_engines(
         [make_job("reference", hybrid, PROMPTS, passes=2)], tmp_path
     )
