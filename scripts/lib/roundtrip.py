@@ -343,4 +343,6 @@ def _group_table(trip: RoundTrip) -> Table:
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command()(main)
+    app(prog_name="scripts/roundtrip")
