@@ -174,6 +174,8 @@ def bind(storage: torch.Tensor, layer: Layer, num_blocks: int, layout: str) -> A
     list; "row" ``[B, 1, 1, page]`` and "content" ``[B, 1, 1, states' bytes]``.
     """
     spec: Any = layer.spec
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     if layer.form == "states":
         return _bind_states(storage, layer, num_blocks)
     if layer.form in MAMBA_FORMS:

@@ -93,8 +93,8 @@ def build(**changes: Any) -> Any:
     mamba = (states, o["mamba_kind"], None, o["mamba_layers"])
     if o["scratch"]:
         pool.add(pools.attention("EncoderOnlyAttentionSpec", 32))
-    for group in (mamba, attention) if o["mamba_first"] else (attention, mamba):
-        pool.add(*group)
+    for added in (mamba, attention) if o["mamba_first"] else (attention, mamba):
+        pool.add(*added)
     pool.bind()
     rename = {name: name.replace("layers", o["prefix"]) for name in pool.kv_caches}
     pool.kv_caches = {rename[name]: kv for name, kv in pool.kv_caches.items()}

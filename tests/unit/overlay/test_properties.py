@@ -41,13 +41,12 @@ def attention_specs(draw: Any, block_size: int) -> Any:
 def mla_specs(draw: Any, block_size: int, ratios: list[int]) -> Any:
     ratio = draw(st.sampled_from([r for r in ratios if block_size % r == 0]))
     dtype = draw(st.sampled_from(DTYPES))
-    spec = pools.mla(block_size, draw(st.sampled_from([4, 8, 12])), ratio, dtype=dtype)
+    width = draw(st.sampled_from([4, 8, 12]))
+    spec = pools.mla(block_size, width, ratio, dtype=dtype)
     if draw(st.booleans()):
         return spec
     padded = spec.page_size_bytes + dtype.itemsize * draw(st.integers(0, 9))
-    return pools.mla(
-        block_size, spec.head_size, ratio, dtype=dtype, page_size_padded=padded
-    )
+    return pools.mla(block_size, width, ratio, dtype=dtype, page_size_padded=padded)
 
 
 @st.composite
@@ -101,11 +100,11 @@ def _add_group(draw: Any, pool: pools.Pool, layers: int, can_split: bool) -> Non
     token_major = "NH" in pool.kv_layout
     if kind == "mamba":
         spec = draw(mamba_specs(block_size))
-        forms = pools.MAMBA_FORMS if not pool.blocks_first else ("row", "content")
+        forms = ["row", "content", *([] if pool.blocks_first else ["states"])]
         pool.add(spec, draw(st.sampled_from(forms)), None, layers)
     elif kind == "attention":
         spec = draw(attention_specs(block_size))
-        forms = ("rank4",) if pool.blocks_first else ("rank4", "rank5", "kv_first")
+        forms = ["rank4", *([] if pool.blocks_first else ["rank5", "kv_first"])]
         pool.add(spec, draw(st.sampled_from(forms)), kernel, layers)
     else:
         form = draw(st.sampled_from(["rank3", "head_last" if token_major else "rank4"]))
