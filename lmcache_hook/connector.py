@@ -80,9 +80,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         """
         self.logical_kv_caches = kv_caches
         self.fingerprint = kv_caches.fingerprint
-        self.worker_adapter.model_name = namespace.extend(
-            self.worker_adapter.model_name, self.fingerprint
-        )
+        self._enter_namespace(self.worker_adapter)
         logger.info(
             "KV cache fingerprint %s %s",
             self.fingerprint,
@@ -123,9 +121,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
 
         """
         self.fingerprint = namespace.agree(metadata)
-        self.scheduler_adapter.model_name = namespace.extend(
-            self.scheduler_adapter.model_name, self.fingerprint
-        )
+        self._enter_namespace(self.scheduler_adapter)
         if self._kv_cache_config.has_mamba_layers:
             group_check.check_stored(self.scheduler_adapter, self._engine_id)
 
@@ -137,6 +133,14 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
                 "connector handshake metadata. Use the mp or uni executor."
             )
         return super()._get_or_create_request_tracker(request)
+
+    def _enter_namespace(self, adapter: Any) -> None:
+        assert self.fingerprint is not None
+        adapter.model_name = namespace.extend(
+            adapter.model_name,
+            self.fingerprint,
+            self._vllm_config.cache_config.cache_dtype,
+        )
 
     @property
     def _engine_id(self) -> str:

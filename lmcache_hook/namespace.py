@@ -30,14 +30,22 @@ class Fingerprint(KVConnectorHandshakeMetadata):
     contract_version: int
 
 
-def extend(model_name: str, digest: str) -> str:
+def extend(model_name: str, digest: str, cache_dtype: str = "auto") -> str:
     """The namespace of a model's pages with this fingerprint.
+
+    Args:
+        model_name: LMCache's name for the model.
+        digest: The fingerprint, hex.
+        cache_dtype: vLLM's ``--kv-cache-dtype``. The two fp8 formats fill tensors of
+            one dtype, so the fingerprint cannot tell them apart.
 
     Raises:
         ValueError: if LMCache's disk tier could not name a file after it.
 
     """
     namespace = f"{model_name}##logical-{digest[:_DIGITS]}"
+    if cache_dtype == "fp8_e5m2":
+        namespace += "-e5m2"
     key = ObjectKey(bytes(32), namespace, kv_rank=0xFFFFFFFF, object_group_id=0xFF)
     length = len(_object_key_to_filename(key).encode())
     if length > _MAX_FILE_NAME:

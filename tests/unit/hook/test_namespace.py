@@ -43,6 +43,11 @@ def test_namespace_too_long_for_a_file_name() -> None:
         namespace.extend("m" * 200, A)
 
 
+def test_the_two_fp8_formats_have_namespaces_of_their_own() -> None:
+    names = {namespace.extend("m", A, t) for t in ("fp8", "fp8_e4m3", "fp8_e5m2")}
+    assert len(names) == 2
+
+
 digests = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
