@@ -76,12 +76,19 @@ def agree(workers: Mapping[Any, Any]) -> str:
         workers: Worker's rank, or (pp rank, tp rank) -> its ``Fingerprint``.
 
     Raises:
-        RuntimeError: if a worker follows another contract version.
+        RuntimeError: if a worker follows another contract version, or what arrived
+            is another connector's.
         ValueError: if the workers' pages differ, naming both fingerprints and workers.
 
     """
     ranks: dict[str, list[Any]] = {}
     for rank, metadata in workers.items():
+        if not isinstance(metadata, Fingerprint):
+            raise RuntimeError(
+                f"The workers' handshake brought {type(metadata).__name__} instead of a "
+                "fingerprint: vLLM's MultiConnector passes on one child's only. Give "
+                "LMCacheLogicalConnector an engine without a second such connector."
+            )
         check_contract(metadata.contract_version)
         ranks.setdefault(metadata.digest, []).append(rank)
     if len(ranks) != 1:

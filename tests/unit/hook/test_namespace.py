@@ -31,6 +31,11 @@ def test_worker_of_another_contract_version() -> None:
         namespace.agree(other)
 
 
+def test_another_connectors_handshake() -> None:
+    with pytest.raises(RuntimeError, match="brought object instead of a fingerprint"):
+        namespace.agree({0: object()})
+
+
 def test_hook_and_overlay_follow_one_contract() -> None:
     from vllm.v1.worker import logical_blocks
 
