@@ -85,8 +85,8 @@ def agree(workers: Mapping[Any, Any]) -> str:
     for rank, metadata in workers.items():
         if not isinstance(metadata, Fingerprint):
             raise RuntimeError(
-                f"The workers' handshake brought {type(metadata).__name__} instead of a "
-                "fingerprint: vLLM's MultiConnector passes on one child's only. Give "
+                f"The workers' handshake brought {type(metadata).__name__} instead of "
+                "a fingerprint: vLLM's MultiConnector passes on one child's only. Give "
                 "LMCacheLogicalConnector an engine without a second such connector."
             )
         check_contract(metadata.contract_version)
