@@ -324,12 +324,16 @@ def allocate(
     kernel_block_sizes: list[int],
 ) -> Pool:
     """A pool that vLLM's own code configures, allocates and views (0.29 on)."""
-    from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+    from vllm.config import DeviceConfig, VllmConfig
     from vllm.v1.kv_cache_layout import KVCacheLayout
     from vllm.v1.worker.utils import allocate_kv_cache
 
-    config = VllmConfig()
+    try:  # vLLM 0.33 on
+        from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+    except ImportError:
+        from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+    config = VllmConfig(device_config=DeviceConfig(device="cpu"))
     config.cache_config.kv_cache_layout = layout
     config.cache_config.num_gpu_blocks_override = num_blocks
     kv_cache_config = get_kv_cache_config_from_groups(config, groups, 1 << 30)

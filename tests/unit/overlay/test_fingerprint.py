@@ -160,6 +160,18 @@ def test_a_difference_can_be_told_field_by_field() -> None:
     assert {key for *_, key, _, _ in told} == {"kernel_block_size", "bound"}
 
 
+def test_the_format_inside_a_latent_slot_matters() -> None:
+    digests = {
+        pools.Pool(4)
+        .add(pools.mla(32, cache_dtype_str=cache_dtype), "rank3")
+        .bind()
+        .build()
+        .fingerprint
+        for cache_dtype in (None, "fp8_e4m3", "fp8_e5m2")
+    }
+    assert len(digests) == 3
+
+
 def test_formats_of_a_uniform_group_keep_their_order() -> None:
     leaves = [pools.mla(32), pools.mla(32, 16)]
     digests = set()

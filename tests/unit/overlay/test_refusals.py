@@ -118,6 +118,15 @@ def test_padding_hides_no_missing_byte() -> None:
     assert "holds 1008 bytes per block, its spec's page 2048" in refusal(pool)
 
 
+def test_padding_hides_no_siblings_heads() -> None:
+    """``[B, H, L, N, C]``: the other layer's head lies between two of this one."""
+    pool = pools.Pool(4).add(pools.full(32, page_size_padded=2048)).bind()
+    raw = pool.kv_caches["layers.0"]
+    split = raw.as_strided(raw.shape, (1024, 512, 8, 1))
+    pool.kv_caches["layers.0"] = split
+    assert "holds 1536 bytes per block, its spec's page 2048" in refusal(pool)
+
+
 def test_states_larger_than_what_is_bound() -> None:
     pool = pools.Pool(4).add(pools.mamba(32, [(64,)], [BF16]), "row").bind()
     pool.kv_caches["layers.0"] = pool.kv_caches["layers.0"][..., :100]

@@ -418,7 +418,8 @@ class _Builder:
             )
         # Named so from vLLM 0.26 on; before, only without the scales it may hold.
         unpadded = getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes)
-        if k == 1 and not unpadded <= content <= page:
+        is_padded = is_dense and unpadded <= content < page
+        if k == 1 and content != page and not is_padded:
             raise ValueError(
                 f"its tensor holds {content} bytes per block, its spec's page {page}. "
                 "Use an attention backend whose KV cache has the spec's page size."
@@ -634,7 +635,8 @@ def _page_format(
                 getattr(spec, "shapes", ()), getattr(spec, "dtypes", ())
             )
         ],
-        "quantization": str(getattr(spec, "kv_quant_mode", "")),
+        "quantization": getattr(getattr(spec, "kv_quant_mode", None), "name", ""),
+        "cache_dtype": getattr(spec, "cache_dtype_str", None) or "",
         "backend": backend,
     }
 
