@@ -259,11 +259,12 @@ def find(version: str) -> PatchSet | None:
 def nearest(version: str) -> PatchSet:
     """The patch set of the supported release nearest to a version."""
 
+    def rank(text: str) -> int:
+        number = Version(text)
+        return 1_000_000 * number.major + 1_000 * number.minor + number.micro
+
     def distance(release: releases.Release) -> int:
-        ours, theirs = Version(release.version), Version(version)
-        weights = (1_000_000, 1_000, 1)
-        pairs = zip(weights, ours.release, theirs.release)
-        return abs(sum(weight * (a - b) for weight, a, b in pairs))
+        return abs(rank(release.version) - rank(version))
 
     release = min(releases.RELEASES, key=distance)
     return PatchSet.load(release.version, release.series)

@@ -1,0 +1,114 @@
+"""Every release's tree: patched, compiled, tested in its own process, and restored."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests import wheels
+from vllm_patches import actions, releases
+
+ROOT = Path(__file__).parents[2]
+RELEASES = [release.version for release in releases.RELEASES]
+OVERLAY_TESTS = sorted(
+    path
+    for path in (ROOT / "tests/unit/overlay").glob("test_*.py")
+    if path.stem != "test_releases"  # starts processes like ours
+)
+OWN_TESTS = ROOT / "tests/series/worker"
+
+
+@dataclass(frozen=True)
+class Run:
+    """What was seen in one release's tree."""
+
+    before: dict[str, str]
+    """Hashes of the pristine files."""
+    patched: dict[str, str]
+    after: dict[str, str]
+    """Hashes once the series is taken out again."""
+    compiled: subprocess.CompletedProcess[str]
+    tested: subprocess.CompletedProcess[str]
+
+
+def run(release: str, folder: Path) -> Run:
+    tree = wheels.copy_tree(release, folder / "site-packages")
+    before = hashes(tree)
+    actions.apply(tree, dry_run=False)
+    patched = hashes(tree)
+    compiled = python("-m", "compileall", "-q", str(tree / "vllm"))
+    tests = [str(path) for path in (OWN_TESTS, *OVERLAY_TESTS)]
+    options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=few"]
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "SERIES_TREE": str(tree),
+    }
+    tested = python("-m", "pytest", *options, *tests, **environment)
+    actions.revert(tree, dry_run=False)
+    return Run(before, patched, hashes(tree), compiled, tested)
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def hashes(tree: Path) -> dict[str, str]:
+    """SHA-256 of every file but compiled ones, by its path."""
+    return {
+        path.relative_to(tree).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in tree.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Run]]]:
+    """All releases' runs, as many at a time as there are processors."""
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        folders = {release: tmp_path_factory.mktemp(release) for release in RELEASES}
+        futures = {r: pool.submit(run, r, folder) for r, folder in folders.items()}
+        yield futures
+        pool.shutdown(cancel_futures=True)
+
+
+@pytest.fixture(params=RELEASES)
+def seen(request: pytest.FixtureRequest, runs: dict[str, Future[Run]]) -> Run:
+    return runs[request.param].result()
+
+
+def test_series_changes_what_it_says(seen: Run) -> None:
+    """The touched files and the overlay, and beside the tool's own records no more."""
+    changed = {
+        path for path in seen.patched if seen.patched[path] != seen.before.get(path)
+    }
+    code = {path for path in changed if path.startswith("vllm/")}
+    assert "vllm/v1/worker/logical_blocks.py" in code - seen.before.keys()
+    assert "vllm/v1/worker/block_table.py" in code
+    assert all(".dist-info/" in path for path in changed - code)
+
+
+def test_tree_compiles(seen: Run) -> None:
+    assert seen.compiled.returncode == 0, seen.compiled.stdout
+
+
+def test_tree_passes_its_tests(seen: Run) -> None:
+    """The overlay's unit tests, and the release's own specs and block tables."""
+    assert seen.tested.returncode == 0, seen.tested.stdout[-4000:]
+    assert " passed" in seen.tested.stdout
+
+
+def test_revert_restores_every_hash(seen: Run) -> None:
+    assert seen.after == seen.before
