@@ -6,10 +6,13 @@ from typing import Any
 
 import hypothesis
 import pytest
+import torch
 
 os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # read at LMCache's import
 
 from tests.unit.overlay.lmcache import Opinion  # noqa: E402
+
+torch.set_num_threads(1)  # small tensors: more threads only wait for each other
 
 hypothesis.settings.register_profile(
     "overlay", deadline=None, derandomize=True, print_blob=False, max_examples=200
