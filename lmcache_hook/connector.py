@@ -89,16 +89,17 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
             ),
         )
         views = dict(kv_caches.items())
-        if current_platform.is_cpu():
-            # LMCache moves the tensors it is handed: give it aliases of them.
-            views = {name: view.detach() for name, view in views.items()}
+        addresses = [view.data_ptr() for view in views.values()]
         layout_hints = vllm_layout_hints(self._vllm_config)
         engine_group_infos = create_engine_group_infos_from_vllm(
             self._kv_cache_config, views, layout_hints, self._dcp_size
         )
         self.worker_adapter.register_kv_caches(views, engine_group_infos, layout_hints)
-        if current_platform.is_cpu():
-            cpu_memory.follow(self._vllm_config, kv_caches.raw, views)
+        if addresses != [view.data_ptr() for view in views.values()]:
+            raise RuntimeError(
+                "LMCache moved the KV cache away from the model: it was not allocated "
+                "in this connector's memory pool (get_mem_pool_context)."
+            )
         if self._kv_cache_config.has_mamba_layers:
             group_check.store_sample(self.worker_adapter, self._engine_id)
 

@@ -46,7 +46,7 @@ def test_patch_says_why_and_when_it_goes(series: PatchSet) -> None:
     for patch in series.patches:
         mail = HeaderParser().parsestr(patch.text)
         assert " ".join(mail["From"].split()) == f"{trees.AUTHOR} <{trees.EMAIL}>"
-        message = mail.get_payload().split("\ndiff --git ")[0]
+        message = str(mail.get_payload()).split("\ndiff --git ")[0]
         for field in FIELDS:
             assert re.search(rf"^{field}: \S", message, re.MULTILINE), patch.name
         assert re.search(r"^Goes (when|with) ", message, re.MULTILINE), patch.name

@@ -3,6 +3,7 @@
 Works on every supported release: tests/series/test_trees.py runs it in each one's tree.
 """
 
+import importlib
 import inspect
 import math
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Pool:
     config: KVCacheConfig
     kv_caches: dict[str, Any]
     attn_groups: list[list[utils.AttentionGroup]]
-    block_table: MultiGroupBlockTable
+    block_table: Any
     kernel_block_sizes: list[int]
 
     def kernel_table(self, block_ids: list[int]) -> list[int]:
@@ -123,11 +124,10 @@ def _allocate(
 
         layout = KVCacheLayout["LBHNC"]
         return utils.allocate_kv_cache(config, CPU, layout, kernel_block_sizes)
-    from vllm.v1.worker.gpu.attn_utils import _allocate_kv_cache, _reshape_kv_cache
-
-    return _reshape_kv_cache(
+    attn_utils: Any = importlib.import_module("vllm.v1.worker.gpu.attn_utils")
+    return attn_utils._reshape_kv_cache(
         attn_groups=[group for groups in attn_groups for group in groups],
-        kv_cache_raw_tensors=_allocate_kv_cache(config, {}, CPU),
+        kv_cache_raw_tensors=attn_utils._allocate_kv_cache(config, {}, CPU),
         cache_dtype="auto",
         kernel_block_sizes=kernel_block_sizes,
         shared_kv_cache_layers={},
@@ -135,9 +135,9 @@ def _allocate(
     )
 
 
-def _block_table(kernel_block_sizes: list[int]) -> MultiGroupBlockTable:
+def _block_table(kernel_block_sizes: list[int]) -> Any:
     block_sizes = [BLOCK_SIZE] * len(kernel_block_sizes)
-    arguments = {
+    arguments: dict[str, Any] = {
         "max_num_reqs": 2,
         "max_model_len": BLOCK_SIZE * NUM_BLOCKS,
         "max_num_batched_tokens": BLOCK_SIZE,
@@ -148,7 +148,9 @@ def _block_table(kernel_block_sizes: list[int]) -> MultiGroupBlockTable:
         "max_num_blocks": [NUM_BLOCKS] * len(block_sizes),
     }
     known = inspect.signature(MultiGroupBlockTable).parameters
-    table = MultiGroupBlockTable(**{k: v for k, v in arguments.items() if k in known})
+    table: Any = MultiGroupBlockTable(
+        **{k: v for k, v in arguments.items() if k in known}
+    )
     if hasattr(table, "set_kernel_block_sizes"):
         table.set_kernel_block_sizes(kernel_block_sizes)
     return table

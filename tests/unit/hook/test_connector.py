@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,21 +66,3 @@ def test_zeros_in_the_pool_are_lmcaches_shared_memory() -> None:
     segments = {segment() for _, segment, *_ in _CPU_SHM_SEGMENTS.values()}
     assert shared.untyped_storage() in segments
     assert other.untyped_storage() not in segments
-
-
-def test_bound_tensors_follow_a_moved_storage() -> None:
-    storage = torch.zeros(64, dtype=torch.uint8)
-    bound = [storage[:32].view(2, 16), storage[32:].view(torch.float32)]
-    alias = storage.view(4, 16)[:, 2:4]
-    unrelated = torch.zeros(8)
-    layers = {"a": SimpleNamespace(kv_cache=[alias, unrelated])}
-    config = SimpleNamespace(
-        compilation_config=SimpleNamespace(static_forward_context=layers)
-    )
-    moved = storage.clone().view(4, 16)
-    cpu_memory.follow(config, {"a": bound}, {"a": moved})
-    moved.fill_(1)
-    assert bound[0].eq(1).all() and bound[0].shape == (2, 16)
-    assert bound[1].view(torch.uint8).eq(1).all()
-    assert alias.eq(1).all() and alias.stride() == (16, 1)
-    assert unrelated.eq(0).all()
