@@ -147,30 +147,41 @@ def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
     return next((d for d in differences if d != d), max(differences))
 
 
+@dataclass(frozen=True)
+class Case:
+    """What a round trip is made with."""
+
+    model: str
+    """"hybrid" or "plain" (scripts/lib/models.py)."""
+    kernel_block_size: int
+    """Tokens per kernel block, of 256 per logical block."""
+    seed: int = 0
+    """Of the prompts."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.kernel_block_size}-{self.seed}"
+
+
 def jobs(
-    folder: Path,
-    transfer: dict[str, Any],
-    model: str,
-    runner: str,
-    kernel_block_size: int,
-    prompt_ids: list[list[int]],
+    folder: Path, transfer: dict[str, Any], case: Case, runner: str = "v1"
 ) -> list[Job]:
     """The engines of one round trip: two that share a cache, and the reference.
 
     The reference has no connector and answers the same prompts twice: the second time
     from its own prefix cache, with as many cached tokens.
     """
-    prefix = f"{model}-{runner}-{kernel_block_size}"
 
     def job(name: str, **changes: Any) -> Job:
+        name = f"{case.name}-{name}"
         return Job(
-            name=f"{prefix}-{name}",
-            model=str(models.make(model, environment.CACHE / "models")),
-            prompts=prompt_ids,
-            output=str(folder / f"{prefix}-{name}-answers.json"),
-            log=str(folder / f"{prefix}-{name}.log"),
+            name=name,
+            model=str(models.make(case.model, environment.CACHE / "models")),
+            prompts=prompts(seed=case.seed),
+            output=str(folder / f"{name}-answers.json"),
+            log=str(folder / f"{name}.log"),
             runner=runner,
-            kernel_block_size=kernel_block_size,
+            kernel_block_size=case.kernel_block_size,
             max_tokens=MAX_TOKENS,
             engine_args={
                 "block_size": BLOCK_SIZE,
@@ -187,23 +198,14 @@ def jobs(
 
 
 def run(
-    folder: Path,
-    model: str = "hybrid",
-    runner: str = "v1",
-    kernel_block_size: int = KERNEL_MULTIPLE,
-    connector: str = "LMCacheLogicalConnector",
-    seed: int = 0,
-    notify: Notify = print,
-) -> RoundTrip:
+    folder: Path, cases: Sequence[Case], runner: str = "v1", notify: Notify = print
+) -> dict[Case, RoundTrip]:
     """Store with one engine, retrieve with another, compare with vLLM's own cache.
 
     Args:
         folder: Gets the logs and answers.
-        model: "hybrid" or "plain" (scripts/lib/models.py).
+        cases: The round trips, which share one LMCache server.
         runner: Model runner, "v1" or "v2".
-        kernel_block_size: Tokens per kernel block, of 256 per logical block.
-        connector: The KV connector of the first two engines.
-        seed: Of the prompts.
         notify: Told each step as it starts.
 
     Raises:
@@ -211,22 +213,20 @@ def run(
 
     """
     folder.mkdir(parents=True, exist_ok=True)
-    prompt_ids = prompts(seed=seed)
     notify("starting the LMCache server")
     with server.running(folder / "server.log") as lmcache:
+        transfer = lmcache.connector("LMCacheLogicalConnector")
         engines = run_engines(
-            jobs(
-                folder,
-                lmcache.connector(connector),
-                model,
-                runner,
-                kernel_block_size,
-                prompt_ids,
-            ),
+            [job for case in cases for job in jobs(folder, transfer, case, runner)],
             folder,
             notify,
         )
-    return RoundTrip(compare(prompt_ids, *engines), engines[1]["groups"])
+    trips = {}
+    for i, case in enumerate(cases):
+        three = engines[3 * i : 3 * i + 3]
+        rows = compare(prompts(seed=case.seed), *three)
+        trips[case] = RoundTrip(rows, three[1]["groups"])
+    return trips
 
 
 class ModelChoice(str, Enum):
@@ -241,11 +241,17 @@ class RunnerChoice(str, Enum):
 
 def main(
     kernel_block_size: Annotated[
-        int, typer.Option(help="Tokens per kernel block, of 256 per logical block.")
-    ] = KERNEL_MULTIPLE,
+        list[int],
+        typer.Option(
+            help="Tokens per kernel block, of 256 per logical block. May be repeated."
+        ),
+    ] = [KERNEL_MULTIPLE],  # noqa: B006
     model: Annotated[
-        ModelChoice, typer.Option(help="Tiny model: with Mamba layers, or without.")
-    ] = ModelChoice.hybrid,
+        list[ModelChoice],
+        typer.Option(
+            help="Tiny model: with Mamba layers, or without. May be repeated."
+        ),
+    ] = [ModelChoice.hybrid],  # noqa: B006
     runner: Annotated[
         RunnerChoice, typer.Option(help="vLLM's model runner.")
     ] = RunnerChoice.v1,
@@ -262,23 +268,20 @@ def main(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True)
-    if BLOCK_SIZE % kernel_block_size or kernel_block_size % KERNEL_MULTIPLE:
-        console.print(
-            f"error: --kernel-block-size {kernel_block_size}: the CPU kernels take a "
-            f"multiple of {KERNEL_MULTIPLE} that divides {BLOCK_SIZE}; try 32 or 256",
-            style="red",
-        )
-        raise typer.Exit(2)
+    for size in kernel_block_size:
+        if size <= 0 or BLOCK_SIZE % size or size % KERNEL_MULTIPLE:
+            console.print(
+                f"error: --kernel-block-size {size}: the CPU kernels take a multiple "
+                f"of {KERNEL_MULTIPLE} that divides {BLOCK_SIZE}; try 32 or 256",
+                style="red",
+                soft_wrap=True,
+            )
+            raise typer.Exit(2)
     folder = environment.CACHE / "runs" / time.strftime("%Y%m%d-%H%M%S")
+    cases = [Case(m.value, size) for m in model for size in kernel_block_size]
     with _progress(console) as notify:
         try:
-            trip = run(
-                folder,
-                model.value,
-                runner.value,
-                kernel_block_size,
-                notify=notify,
-            )
+            trips = run(folder, cases, runner.value, notify)
         except server.StepFailed as e:
             console.print(f"error: {e}", style="red", soft_wrap=True)
             raise typer.Exit(1) from None
@@ -286,8 +289,10 @@ def main(
             console.print("interrupted; nothing is left running", style="red")
             raise typer.Exit(130) from None
     out = Console()
-    out.print(_prompt_table(trip), _group_table(trip))
-    if not trip.exact:
+    for case, trip in trips.items():
+        out.print(f"{case.model}, kernel blocks of {case.kernel_block_size} tokens")
+        out.print(_prompt_table(trip), _group_table(trip))
+    if not all(trip.exact for trip in trips.values()):
         out.print(f"NOT exact. The logs are in {folder}", style="red", soft_wrap=True)
         raise typer.Exit(1)
     out.print(f"Exact on vLLM {release}: every difference is 0.0", style="green")

@@ -13,37 +13,17 @@ KERNEL_BLOCK_SIZES = (32, 256)
 
 
 @pytest.fixture(scope="module", params=["v1", "v2"])
-def trips(request, tmp_path_factory) -> dict[tuple[str, int], roundtrip.RoundTrip]:
-    """The round trips of one model runner, by model and kernel block size."""
-    runner = request.param
-    folder = tmp_path_factory.mktemp(f"roundtrip-{runner}")
-    prompt_ids = roundtrip.prompts()
-    cases = [(m, k) for m in models.CHOICES for k in KERNEL_BLOCK_SIZES]
-    with server.running(folder / "server.log") as lmcache:
-        transfer = lmcache.connector("LMCacheLogicalConnector")
-        answers = roundtrip.run_engines(
-            [
-                job
-                for model, k in cases
-                for job in roundtrip.jobs(
-                    folder, transfer, model, runner, k, prompt_ids
-                )
-            ],
-            folder,
-        )
-    return {
-        case: roundtrip.RoundTrip(
-            roundtrip.compare(prompt_ids, *answers[3 * i : 3 * i + 3]),
-            answers[3 * i + 1]["groups"],
-        )
-        for i, case in enumerate(cases)
-    }
+def trips(request, tmp_path_factory) -> dict[roundtrip.Case, roundtrip.RoundTrip]:
+    """The round trips of one model runner."""
+    folder = tmp_path_factory.mktemp(f"roundtrip-{request.param}")
+    cases = [roundtrip.Case(m, k) for m in models.CHOICES for k in KERNEL_BLOCK_SIZES]
+    return roundtrip.run(folder, cases, request.param)
 
 
 @pytest.mark.parametrize("kernel_block_size", KERNEL_BLOCK_SIZES)
 @pytest.mark.parametrize("model", models.CHOICES)
 def test_exact(trips, model: str, kernel_block_size: int) -> None:
-    trip = trips[model, kernel_block_size]
+    trip = trips[roundtrip.Case(model, kernel_block_size)]
     assert [row.difference for row in trip.rows] == [0.0] * len(trip.rows)
     assert trip.exact, trip.rows
     attention = [g for g in trip.groups if g["kind"] == "FullAttentionSpec"]
@@ -79,7 +59,7 @@ def test_script_prints_the_tables_and_leaves_nothing_behind() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0.0 │") == 3
     assert "every difference is 0.0" in done.stdout
-    assert re.search(r"engine .*plain-v1-32-B", done.stderr), "progress is visible"
+    assert re.search(r"engine plain-32-0-B", done.stderr), "progress is visible"
     assert set(Path("/dev/shm").iterdir()) == segments
     assert not _our_processes()
 

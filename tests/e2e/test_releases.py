@@ -1,0 +1,31 @@
+"""The round trip on the other releases, each in an environment of its own.
+
+The other end-to-end tests run on the default release (test_roundtrip.py its trips).
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from scripts.lib import environment
+from vllm_patches import releases
+
+OTHERS = [
+    release.version
+    for release in releases.RELEASES
+    if release.engine and release.version != environment.DEFAULT_RELEASE
+]
+
+
+@pytest.mark.parametrize("kernel_block_size", [32, 256])
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize("release", OTHERS)
+def test_roundtrip(release: str, runner: str, kernel_block_size: int) -> None:
+    command = [sys.executable, "scripts/roundtrip", "--release", release]
+    command += ["--runner", runner, "--kernel-block-size", str(kernel_block_size)]
+    done = subprocess.run(
+        command, cwd=environment.ROOT, capture_output=True, text=True, timeout=1800
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"Exact on vLLM {release}: every difference is 0.0" in done.stdout
