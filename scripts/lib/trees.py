@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.lib import environment
-from tests import wheels
+from scripts.lib import environment, wheels
 from vllm_patches.series import OVERLAY
 
 TREES = environment.CACHE / "checkouts"

@@ -9,7 +9,7 @@ import venv
 from pathlib import Path
 
 from scripts.lib import environment
-from tests.wheels import fetch_wheel
+from scripts.lib.wheels import fetch_wheel
 
 RELEASE = environment.DEFAULT_RELEASE
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import wheels
+from scripts.lib import wheels
 from tests.unit.tool.conftest import WORKER, snapshot
 from tests.unit.tool.test_bad_input import run
 

