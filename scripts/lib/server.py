@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -84,25 +84,36 @@ def _popen(command: list[str], **kwargs: Any) -> subprocess.Popen:
 
 @contextmanager
 def ended_with_us(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
-    """End the process and its children when the block ends, however it ends."""
+    """End the process and its session when the block ends, however it ends.
+
+    The process leads the session, which also holds what its dead children left.
+    """
     try:
         yield process
     finally:
-        try:
-            family = psutil.Process(process.pid).children(recursive=True)
-        except psutil.NoSuchProcess:
-            family = []
+        family = _session(process.pid)
         process.terminate()
         try:
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        for child in family:
-            if child.is_running():
-                child.kill()
+        family += _session(process.pid)
+        for member in family:
+            with suppress(psutil.NoSuchProcess):
+                member.kill()
         psutil.wait_procs(family, timeout=10)
-        remove_dead_segments({process.pid, *(child.pid for child in family)})
+        remove_dead_segments({process.pid, *(member.pid for member in family)})
+
+
+def _session(leader: int) -> list[psutil.Process]:
+    """The running processes of the session, all but its leader."""
+    members = []
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.NoSuchProcess):
+            if process.pid != leader and os.getsid(process.pid) == leader:
+                members.append(process)
+    return members
 
 
 def remove_dead_segments(pids: set[int]) -> None:
