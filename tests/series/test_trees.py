@@ -47,6 +47,7 @@ def run(release: str, folder: Path) -> Run:
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=few"]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
+        "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "SERIES_TREE": str(tree),
     }

@@ -160,7 +160,7 @@ def can_judge(pool: pools.Pool) -> bool:
     return pool.num_blocks > 2 and not pool.extra_blocks
 
 
-@settings(max_examples=1600)
+@settings(max_examples=8 * settings().max_examples)
 @given(pool=bound_pools())
 def test_bound_tensors(pool: pools.Pool, tally: Any) -> None:
     try:
@@ -227,7 +227,7 @@ def allocated_pools(draw: Any) -> pools.Pool:
 
 
 @pytest.mark.skipif(not pools.HAS_ALLOCATION, reason="the release has no such code")
-@settings(max_examples=1000)
+@settings(max_examples=5 * settings().max_examples)
 @given(data=st.data())
 def test_tensors_that_vllm_allocates(data: st.DataObject, tally: Any) -> None:
     pool = data.draw(allocated_pools())
