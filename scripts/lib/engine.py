@@ -110,7 +110,7 @@ def release_args() -> dict[str, Any]:
 def describe_groups() -> list[dict[str, Any]]:
     """What the connector registered, per KV cache group: its first layer's pages.
 
-    Empty where the workers run in processes of their own.
+    Empty for other connectors, and where workers run in processes of their own.
     """
     from vllm.distributed.kv_transfer import (
         get_kv_transfer_group,
@@ -120,7 +120,8 @@ def describe_groups() -> list[dict[str, Any]]:
     if not has_kv_transfer_group():
         return []
     connector: Any = get_kv_transfer_group()
-    caches = connector.logical_kv_caches
+    if (caches := getattr(connector, "logical_kv_caches", None)) is None:
+        return []
     groups = []
     for group in connector._kv_cache_config.kv_cache_groups:
         blocks = caches.blocks[group.layer_names[0]]
