@@ -12,6 +12,7 @@ from scripts.lib import environment
 from scripts.lib.wheels import fetch_wheel
 
 RELEASE = environment.DEFAULT_RELEASE
+TOOL = ("-c", "from vllm_patches.cli import app; app()")
 
 
 def test_round_trip_from_an_installed_patched_wheel(tmp_path: Path) -> None:
@@ -26,7 +27,7 @@ def test_round_trip_from_an_installed_patched_wheel(tmp_path: Path) -> None:
         f"import site; site.addsitedir({borrowed!r})\n"
     )
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    tool = [str(python), "-m", "vllm_patches.cli", "status", "--json"]
+    tool = [str(python), *TOOL, "status", "--json"]
     status = subprocess.run(
         tool, env=env, capture_output=True, text=True, cwd=environment.ROOT
     )
@@ -48,7 +49,7 @@ def test_round_trip_from_an_installed_patched_wheel(tmp_path: Path) -> None:
 
 
 def _patched_wheel(folder: Path) -> str:
-    tool = [sys.executable, "-m", "vllm_patches.cli", "wheel"]
+    tool = [sys.executable, *TOOL, "wheel"]
     subprocess.run([*tool, fetch_wheel(RELEASE), "-o", folder], check=True)
     (wheel,) = folder.glob(f"*-{RELEASE}+logical.1-*.whl")
     return str(wheel)
