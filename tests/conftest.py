@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import wheels
+from scripts.series import wheels
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from scripts.lib import environment, models, roundtrip
-from scripts.lib.engine import Job
+from scripts.engines import environment, models, roundtrip
+from scripts.engines.engine import Job
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import os
 import time
 from pathlib import Path
 
-from scripts.lib import roundtrip, server
+from scripts.engines import roundtrip, server
 
 PROMPTS = roundtrip.prompts((1300, 1550))
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import roundtrip, server
+from scripts.engines import roundtrip, server
 
 PROMPTS = roundtrip.prompts((600,))
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from scripts.lib import environment
+from scripts.engines import environment
 from vllm_patches import releases
 
 OTHERS = [

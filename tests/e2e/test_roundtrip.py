@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.lib import environment, models, roundtrip, server
+from scripts.engines import environment, models, roundtrip, server
 
 KERNEL_BLOCK_SIZES = (32, 256)
 
@@ -103,4 +103,4 @@ def _our_processes() -> list[str]:
     lines = [
         " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])
     ]
-    return [x for x in lines if "lmcache.cli.main" in x or "scripts.lib.engine" in x]
+    return [x for x in lines if "lmcache.cli.main" in x or "scripts.engines.engine" in x]

@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from scripts.lib import roundtrip, server
+from scripts.engines import roundtrip, server
 
 LONG = roundtrip.prompts((2100,))[0]
 

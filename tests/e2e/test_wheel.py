@@ -8,8 +8,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from scripts.lib import environment
-from scripts.lib.wheels import fetch_wheel
+from scripts.engines import environment
+from scripts.series.wheels import fetch_wheel
 
 RELEASE = environment.DEFAULT_RELEASE
 TOOL = ("-c", "from vllm_patches.cli import app; app()")
@@ -35,7 +35,7 @@ def test_round_trip_from_an_installed_patched_wheel(tmp_path: Path) -> None:
     assert document["version"] == f"{RELEASE}+logical.1"
     assert document["state"] == "patched"
     done = subprocess.run(
-        [str(python), "-m", "scripts.lib.roundtrip", "--model", "plain"],
+        [str(python), "-m", "scripts.engines.roundtrip", "--model", "plain"],
         env=env,
         capture_output=True,
         text=True,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import roundtrip
-from scripts.lib.wheels import unpack_python
+from scripts.engines import roundtrip
+from scripts.series.wheels import unpack_python
 
 # More tokens than the pool of 24 blocks keeps, so that blocks change hands between the
 # Mamba and the attention groups, float32 states read as keys and values in bfloat16.

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import trees
+from scripts.series import trees
 from vllm_patches import releases
 from vllm_patches.series import PatchSet
 

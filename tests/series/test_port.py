@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import port, refresh, trees, wheels
+from scripts.series import port, refresh, trees, wheels
 from vllm_patches import actions, releases
 from vllm_patches.errors import PatchesError
 from vllm_patches.series import PatchSet

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import refresh, trees
+from scripts.series import refresh, trees
 from vllm_patches import releases
 
 RELEASE = "0.32.0"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from vllm_patches import actions, releases
 
 ROOT = Path(__file__).parents[2]

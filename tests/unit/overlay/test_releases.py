@@ -17,7 +17,7 @@ import coverage
 import pytest
 import vllm
 
-from scripts.lib import wheels
+from scripts.series import wheels
 
 FOLDER = Path(__file__).parent
 ROOT = Path(__file__).parents[3]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from vllm_patches import releases, series
 
 RELEASE = "0.32.0"

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, git, snapshot
 from vllm_patches import actions, target, transaction
 from vllm_patches.cli import app

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from tests.unit.tool.conftest import WORKER, snapshot
 from tests.unit.tool.test_bad_input import run
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from tests.unit.tool.conftest import snapshot
 from vllm_patches import actions, releases, target
 

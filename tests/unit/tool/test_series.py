@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, git
 from vllm_patches import releases, series
 from vllm_patches.errors import PatchesError

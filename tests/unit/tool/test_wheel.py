@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.lib import wheels
+from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, snapshot
 from tests.unit.tool.test_bad_input import refused, run, set_version
 from vllm_patches import actions, target

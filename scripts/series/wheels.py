@@ -12,7 +12,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from scripts.lib.environment import CACHE
+from scripts.engines.environment import CACHE
 
 CPU_RELEASES_END = (0, 33, 0)
 """From here on vLLM's own wheel is used; earlier ones are CPU builds."""

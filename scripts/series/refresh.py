@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from scripts.lib import trees
+from scripts.series import trees
 from vllm_patches import releases, series
 
 

@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.lib import environment, models, server
-from scripts.lib.engine import Answer, Job
+from scripts.engines import environment, models, server
+from scripts.engines.engine import Answer, Job
 
 BLOCK_SIZE = 256
 """Tokens per logical block of the tiny models."""
@@ -98,7 +98,7 @@ def run_engines(
         path = folder / f"{job.name}.json"
         path.write_text(json.dumps(asdict(job)))
         paths.append(str(path))
-    command = [sys.executable, "-m", "scripts.lib.engine", *paths]
+    command = [sys.executable, "-m", "scripts.engines.engine", *paths]
     log = folder / "engines.log"
     with (
         log.open("wb") as err,
@@ -152,7 +152,7 @@ class Case:
     """What a round trip is made with."""
 
     model: str
-    """"hybrid" or "plain" (scripts/lib/models.py)."""
+    """"hybrid" or "plain" (scripts/engines/models.py)."""
     kernel_block_size: int
     """Tokens per kernel block, of 256 per logical block."""
     seed: int = 0

@@ -1,6 +1,6 @@
 """Run in-process vLLM engines over prompts, one after the other, and write the answers.
 
-Runs in the environment of a release: ``python -m scripts.lib.engine JOB.json ...``.
+Runs in the environment of a release: ``python -m scripts.engines.engine JOB.json ...``.
 vLLM is imported once; then every engine gets a fresh process, forked before any engine
 exists. Prints a line ``NAME STATUS`` as each engine ends.
 """

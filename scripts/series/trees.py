@@ -7,7 +7,8 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.lib import environment, wheels
+from scripts.engines import environment
+from scripts.series import wheels
 from vllm_patches.series import OVERLAY
 
 TREES = environment.CACHE / "checkouts"

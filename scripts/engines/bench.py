@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scripts.lib import environment
+from scripts.engines import environment
 
 GROUP_LAYERS = 24
 PAGE = 16384

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from scripts.lib import trees, wheels
-from scripts.lib.refresh import Refused
+from scripts.series import trees, wheels
+from scripts.series.refresh import Refused
 from vllm_patches import releases
 from vllm_patches.errors import PatchesError
 from vllm_patches.series import Outcome, PatchSet
