@@ -3,15 +3,15 @@
 """The KV cache as its block ids address it.
 
 A KV connector addresses the KV cache with the scheduler's block ids, while an
-attention backend pages its tensor by whatever its kernels take. This module
-re-views each layer's tensor so that
+attention backend pages its tensor by whatever its kernels take. Here each layer's
+tensor is viewed so that
 
     one block id = one page = one byte range of the storage.
 
-Paging is decided from metadata alone: the layer's KV cache spec, the kernel
-block size its block table was built with, the tensor's byte strides and the
-placement that the KV cache config gives it. Every view shares the storage of the
-tensor it replaces; nothing is copied or allocated.
+Where the pages lie is what the KV cache config says; the tensor that the worker bound
+is only checked against it. Everything else comes from the layer's spec, the kernel
+block size of its block table and its attention backend. Views share the storage of the
+tensor they replace; nothing is copied, allocated or computed before it is asked for.
 """
 
 import hashlib
@@ -19,26 +19,24 @@ import json
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
     KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
     MambaSpec,
     UniformTypeKVCacheSpecs,
 )
+from vllm.v1.worker import logical_blocks_compat as compat
 
 logger = logging.getLogger(__name__)
 
-CONTRACT_VERSION = 1
-"""Version of what this module promises a connector: views, names, fingerprint."""
+CONTRACT_VERSION = 2
+"""Version of what this module promises a connector: views, names, document."""
 
 _PAGE_SPLITTING_LAYOUTS = ("LHBNC", "BHLNC")
 _REUSABLE_MAMBA_CACHE_MODES = ("align", "all")
@@ -46,12 +44,16 @@ _REUSABLE_MAMBA_CACHE_MODES = ("align", "all")
 
 @dataclass(frozen=True, eq=False)
 class LogicalBlocks:
-    """How block ids address the storage of one layer's KV cache."""
+    """How block ids address the storage of one layer's KV cache.
+
+    The page of block id ``n`` is the ``page_size_bytes`` bytes from
+    ``page_offset_bytes + n * block_stride_bytes`` on.
+    """
 
     block_size: int
     """Tokens per block id (the group's logical block size)."""
     kernel_block_size: int
-    """Tokens per kernel block, the unit the attention kernels page by."""
+    """Tokens per kernel page, the unit the attention kernels page by."""
     num_blocks: int
     """Block ids, and so pages."""
     page_size_bytes: int
@@ -67,7 +69,7 @@ class LogicalBlocks:
 
     @property
     def blocks_per_kv_block(self) -> int:
-        """Kernel blocks per block id, ``k``."""
+        """Kernel pages per page, ``k``."""
         return self.block_size // self.kernel_block_size
 
     @property
@@ -78,11 +80,8 @@ class LogicalBlocks:
         belong to block id ``n``. Taken from the bound tensor's storage at each call,
         so it follows a connector that moves the storage.
         """
-        return self.view(
-            torch.uint8,
-            (self.num_blocks, self.page_size_bytes),
-            (self.block_stride_bytes, 1),
-        )
+        shape = (self.num_blocks, self.page_size_bytes)
+        return self.view(torch.uint8, shape, (self.block_stride_bytes, 1))
 
     def view(
         self, dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
@@ -96,68 +95,110 @@ class LogicalBlocks:
         )
 
 
+class AttnBackend(NamedTuple):
+    """What an attention group knows of the tensors that its layers bind."""
+
+    name: str = ""
+    """The backend, and what it adds to the order of the bytes in a page."""
+    block_dim: int = 0
+    """The dim of the bound tensor that counts kernel pages."""
+    planes: int = 1
+    """2 where K and V are a dim of their own."""
+
+
 class LogicalKVCaches(Mapping[str, torch.Tensor]):
     """Layer name -> the tensor to register with a KV connector.
 
-    Iterates in the order of ``raw``. Reading a view, or the fingerprint, of caches
-    that hold refused layers raises the ``ValueError`` that lists them all; ``raw``
-    and ``blocks`` stay readable.
+    Iterates over the layers that a connector transfers, group by group in the order of
+    the KV cache config, then over the rest as bound: the order of registration. Lazy:
+    the first view, blocks or document asked for does the work, or raises the
+    ``ValueError`` that lists every layer that cannot be addressed by block ids.
     """
 
     contract_version = CONTRACT_VERSION
 
     def __init__(
         self,
-        raw: Mapping[str, Any],
-        views: Mapping[str, Any],
-        blocks: Mapping[str, LogicalBlocks],
-        byte_order: Sequence[Sequence[Mapping[str, Any]]],
-        refusals: Sequence[str] = (),
+        kv_cache_config: KVCacheConfig,
+        kv_caches: Mapping[str, Any],
+        kernel_block_sizes: Sequence[int],
+        kv_layout: str | None = None,
+        *,
+        attn_groups: Iterable[Iterable[Any]] = (),
     ) -> None:
-        self.raw = raw
+        self.raw = kv_caches
         """The mapping the worker bound."""
-        self.blocks = blocks
-        """Layer name -> its pages. Layers that pass through unpaged have none."""
-        self.byte_order = byte_order
-        """Group id -> the distinct page formats in it, field by field; none for a
-        group that passes through. What ``fingerprint`` digests."""
-        self.refusals = refusals
-        """One line per layer that cannot be addressed by block ids."""
-        self._views = views
+        self._config = kv_cache_config
+        self._kernel_block_sizes = kernel_block_sizes
+        self._kv_layout = kv_layout or "NHD"
+        self._attn_groups = attn_groups
 
-    def check_served(self) -> None:
-        """Raises:
-        ValueError: if any layer was refused, listing every one of them.
-
-        """
-        if self.refusals:
-            raise ValueError(
-                "The KV cache cannot be addressed by block ids:"
-                + "".join(f"\n  - {refusal}" for refusal in self.refusals)
+    @cached_property
+    def _layers(self) -> list["_Layer"]:
+        """The layers whose pages a connector transfers, in registration order."""
+        backends = _attn_backends(self._attn_groups, self._kernel_block_sizes)
+        return list(
+            _transferred_layers(
+                self._config, self.raw, self._kernel_block_sizes, backends
             )
+        )
+
+    @cached_property
+    def _paged(self) -> "_Paged":
+        paged = _page(self._layers, self._config.num_blocks, self._kv_layout)
+        grouped = {n for g in self._config.kv_cache_groups for n in g.layer_names}
+        for name in self.raw.keys() - grouped:
+            # A layer that no group names shares another one's cache, or has none.
+            if owner := paged.owners.get(id(self.raw[name])):
+                paged.views[name] = paged.views[owner]
+                paged.blocks[name] = paged.blocks[owner]
+        logger.info(
+            "KV cache of %d layers viewed as its block ids address it: %d re-paged "
+            "(contract version %d)",
+            len(paged.blocks),
+            sum(self.raw[name] is not view for name, view in paged.views.items()),
+            CONTRACT_VERSION,
+        )
+        return paged
+
+    @property
+    def blocks(self) -> Mapping[str, LogicalBlocks]:
+        """Layer name -> its pages. Layers that pass through unpaged have none."""
+        return self._paged.blocks
+
+    @cached_property
+    def document(self) -> dict[str, Any]:
+        """What decides the bytes of the pages, as JSON values.
+
+        Every layer that is transferred, in registration order, as ``[group id, index
+        of its format]``, and the formats field by field. Equal for two workers that
+        can read each other's pages, and only for them: it holds no pool size, address,
+        layer name or process id.
+        """
+        formats: list[dict[str, Any]] = []
+        layers = []
+        for layer in self._layers:
+            page_format = _page_format(layer, self.blocks[layer.name])
+            if page_format not in formats:
+                formats.append(page_format)
+            layers.append([layer.group_id, formats.index(page_format)])
+        return {"contract": CONTRACT_VERSION, "formats": formats, "layers": layers}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the byte order inside the pages.
-
-        Equal for two engines that can read each other's pages. Holds nothing that
-        such engines may differ in: no pool size, address, layer name or process id.
-        """
-        self.check_served()
-        groups = [formats for formats in self.byte_order if formats]
-        document = {"contract": CONTRACT_VERSION, "groups": groups}
-        text = json.dumps(document, sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()
+        """Hex digest of ``document``."""
+        return digest(self.document)
 
     def __getitem__(self, layer_name: str) -> torch.Tensor:
-        self.check_served()
-        return self._views[layer_name]
+        paged = self._paged
+        return paged.views.get(layer_name, self.raw[layer_name])
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._views)
+        names = (layer.name for layer in self._layers if layer.name in self.raw)
+        return iter(dict.fromkeys(names) | dict.fromkeys(self.raw))
 
     def __len__(self) -> int:
-        return len(self._views)
+        return len(self.raw)
 
 
 def build_logical_kv_caches(
@@ -166,17 +207,16 @@ def build_logical_kv_caches(
     kernel_block_sizes: Sequence[int],
     kv_layout: str | None = None,
     *,
-    attn_backends: Mapping[str, str] | None = None,
-    strict: bool = True,
+    attn_groups: Iterable[Iterable[Any]] = (),
 ) -> LogicalKVCaches:
     """View every layer's KV cache as pages addressed by block ids.
 
     - An attention layer already paged by its block id keeps its very tensor.
     - A sub-paged attention layer, one whose slots do not divide its block size, and a
       Mamba page become opaque pages: their dims are addresses only,
-      ``[num_blocks, slots, 1, C]`` or, head-major, ``[num_blocks, 1, slots, C]``,
-      with as many dims as the tensor bound. Where the release binds K and V as a dim
-      of size 2, or Mamba states one by one, the view has two planes:
+      ``[num_blocks, slots, 1, C]`` or, head-major, ``[num_blocks, 1, slots, C]``, or
+      ``[num_blocks, slots, C]`` for a tensor of three dims. Where the release binds K
+      and V as a dim of their own, or Mamba states one by one, the view has two planes:
       ``[num_blocks, 2, slots, 1, C]``.
     - Groups outside prefix caching or KV transfer, without per-layer views, or
       without a KV cache pass through.
@@ -185,476 +225,458 @@ def build_logical_kv_caches(
         kv_cache_config: The KV cache config the worker was initialized with.
         kv_caches: Layer name -> KV cache as bound: a tensor, or the list of a Mamba
             layer's states (up to vLLM 0.25).
-        kernel_block_sizes: Tokens per kernel block of each KV cache group, as its
+        kernel_block_sizes: Tokens per kernel page of each KV cache group, as its
             block table has it. Encoder-only groups at the end have no entry.
         kv_layout: Name of the resolved KV cache layout ("NHD", "HND", "LBNHC",
             "LBHNC", "BLNHC", "BLHNC"); None is token-major, as "NHD".
-        attn_backends: Layer name -> attention backend, for the fingerprint.
-        strict: Raise if a layer is refused. Otherwise the caches carry the refusals
-            and raise them to the connector that asks for a view.
+        attn_groups: The worker's attention groups (vllm/v1/worker/utils.py), by KV
+            cache group: which dim counts kernel pages, and what orders their bytes.
 
     Raises:
         ValueError: if a layer cannot be addressed by block ids. Lists every such
             layer with its group, the numbers that disagree and what to change.
 
     """
-    builder = _Builder(kv_cache_config, kv_caches, kv_layout, attn_backends or {})
-    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        kernel_block_size = (
-            kernel_block_sizes[group_id] if group_id < len(kernel_block_sizes) else None
-        )
-        builder.add_group(group_id, group, kernel_block_size)
-    caches = builder.finish()
-    logger.info(
-        "KV cache of %d layers viewed as its block ids address it: %d re-paged, "
-        "%d refused (contract version %d)",
-        len(caches.blocks),
-        sum(caches.raw[name] is not view for name, view in builder.views.items()),
-        len(caches.refusals),
-        CONTRACT_VERSION,
+    caches = LogicalKVCaches(
+        kv_cache_config,
+        kv_caches,
+        kernel_block_sizes,
+        kv_layout,
+        attn_groups=attn_groups,
     )
-    if strict:
-        caches.check_served()
+    caches.blocks  # noqa: B018 (raises what is refused)
     return caches
 
 
-def attn_backend_names(attn_groups: Iterable[Iterable[Any]]) -> dict[str, str]:
-    """Layer name -> the attention backend that orders the bytes of its pages.
-
-    A backend that splits a packed KV cache by itself (vLLM 0.32 on,
-    ``AttentionGroup.kernel_block_size``) is named with its kernel block size.
-    """
-    names = {}
-    for groups in attn_groups:
-        for group in groups:
-            name = group.backend.get_name()
-            if kernel_block_size := getattr(group, "kernel_block_size", None):
-                name += f"@{kernel_block_size}"
-            names.update(dict.fromkeys(group.layer_names, name))
-    return names
-
-
-def num_states(spec: Any) -> int:
-    """Slots that a page of this spec declares.
-
-    ``block_size`` unless the spec declares slot compression: ``tokens_per_state``
-    (vLLM 0.29 on), ``compress_ratio`` and so ``storage_block_size`` (up to 0.28).
-    """
-    if (declared := getattr(spec, "num_states", None)) is not None:
-        return declared
-    return spec.storage_block_size
-
-
-def _layer_kernel_block_size(spec: KVCacheSpec, kernel_block_size: int) -> int:
-    """Tokens per kernel block of one layer, where its spec overrides its group's."""
-    storage_block_size = getattr(spec, "storage_block_size", None)
-    if hasattr(spec, "tokens_per_state"):
-        # vLLM 0.29 to 0.31: the layer's own kernel block size.
-        return storage_block_size or kernel_block_size
-    # Up to vLLM 0.28: slots. A compressed page is never split.
-    is_compressed = storage_block_size != spec.block_size
-    return spec.block_size if is_compressed else kernel_block_size
+def digest(document: Any) -> str:
+    """SHA-256 of a document of JSON values, hex; the order of keys does not count."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
-class _Placement:
-    """Where the KV cache config puts a layer in its allocation, in bytes.
+class _Layer:
+    """One layer of a KV cache group, and what is known of its KV cache."""
 
-    None where it does not say; a block stride of 0 is the page itself.
-    """
+    name: str
+    group_id: int
+    spec: Any
+    kv_cache: Any
+    kernel_block_size: int | None
+    """Its group's."""
+    placement: compat.Placement | None
+    backend: AttnBackend
+    is_host_resident: bool
 
-    block_stride: int | None = None
-    offset: int | None = None
-
-
-def _placements(kv_cache_config: KVCacheConfig) -> dict[str, _Placement]:
-    placements = {}
-    tensors: list[Any] = kv_cache_config.kv_cache_tensors
-    for tensor in tensors:
-        if hasattr(tensor, "layers"):
-            # vLLM 0.29 on: one allocation for all layers.
-            for i, layer_name in enumerate(tensor.layers):
-                placements[layer_name] = _Placement(
-                    tensor.block_stride, tensor.offset + i * tensor.layer_stride
-                )
-        else:
-            # Up to vLLM 0.28: one allocation per tensor, unless packed.
-            offset = tensor.offset if tensor.block_stride else None
-            placement = _Placement(tensor.block_stride, offset)
-            placements.update(dict.fromkeys(tensor.shared_by, placement))
-    return placements
+    def __str__(self) -> str:
+        kind = type(self.spec).__name__
+        return f"group {self.group_id}, layer {self.name!r} ({kind})"
 
 
-class _Builder:
-    """Collects the views, and every refusal rather than the first."""
+class _KernelPages(NamedTuple):
+    """How a bound tensor's kernel pages lie in memory, in bytes."""
 
-    def __init__(
-        self,
-        kv_cache_config: KVCacheConfig,
-        kv_caches: Mapping[str, Any],
-        kv_layout: str | None,
-        attn_backends: Mapping[str, str],
-    ) -> None:
-        self.num_blocks = kv_cache_config.num_blocks
-        self.raw = kv_caches
-        self.kv_layout = kv_layout or "NHD"
-        self.attn_backends = attn_backends
-        self.placements = _placements(kv_cache_config)
-        self.views: dict[str, Any] = dict(kv_caches)
-        self.blocks: dict[str, LogicalBlocks] = {}
-        # Layers that share another layer's cache are bound to the same object.
-        self.owners: dict[int, tuple[str, KVCacheSpec]] = {}
-        self.ungrouped = dict.fromkeys(kv_caches)
-        self.byte_order: list[list[dict[str, Any]]] = []
-        self.refusals: list[str] = []
+    stride: int | None
+    """From one kernel page to the next; None for a single one."""
+    span: int
+    """From the first byte of a kernel page to the last."""
+    is_dense: bool
+    """Whether a kernel page has no bytes between its elements."""
 
-    def add_group(
-        self, group_id: int, group: KVCacheGroupSpec, kernel_block_size: int | None
-    ) -> None:
-        group_spec = group.kv_cache_spec
-        formats: list[dict[str, Any]] = []
-        for layer_name in group.layer_names:
-            self.ungrouped.pop(layer_name, None)
-            spec: KVCacheSpec | None = group_spec
+
+class _Geometry(NamedTuple):
+    """What layers of one spec, shape and stride have in common."""
+
+    kernel_block_size: int
+    bound_stride: int | None
+    """Bytes from one page to the next in the bound tensor; None for a single one."""
+    slots: int
+    view: tuple[torch.dtype, list[int], list[int]] | None
+    """The view's dtype and its dims and strides within a page, in elements; None for
+    the bound tensor itself."""
+
+
+class _Paged(NamedTuple):
+    views: dict[str, Any]
+    blocks: dict[str, LogicalBlocks]
+    owners: dict[int, str]
+    """id() of a bound KV cache -> the layer whose pages it holds."""
+
+
+def _transferred_layers(
+    kv_cache_config: KVCacheConfig,
+    kv_caches: Mapping[str, Any],
+    kernel_block_sizes: Sequence[int],
+    backends: Mapping[str, AttnBackend],
+) -> Iterator[_Layer]:
+    """The layers that a connector transfers, each with its own leaf spec."""
+    placements = compat.placements(kv_cache_config)
+    sizes = dict(enumerate(kernel_block_sizes))
+    specs: dict[int, Any] = {}
+    for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec = group_spec = group.kv_cache_spec
+        for name in group.layer_names:
+            kv_cache = kv_caches.get(name)
             if isinstance(group_spec, UniformTypeKVCacheSpecs):
-                spec = group_spec.kv_cache_specs.get(layer_name)
-            if _passes_through(group, spec or group_spec):
+                spec = group_spec.kv_cache_specs.get(name)
+                # A layer that shares another one's cache has no spec of its own.
+                spec = spec or specs.get(id(kv_cache))
+            if not compat.is_transferred(group, spec or group_spec):
                 continue
-            try:
-                page_format = self._add_layer(layer_name, spec, kernel_block_size)
-            except ValueError as e:
-                kind = type(spec or group_spec).__name__
-                self.refusals.append(
-                    f"group {group_id}, layer {layer_name!r} ({kind}): {e}"
-                )
-                continue
-            if page_format is not None and page_format not in formats:
-                formats.append(page_format)
-        self.byte_order.append(formats)
-
-    def finish(self) -> LogicalKVCaches:
-        # Sharing layers that no group names (V2 model runner) follow their target.
-        for layer_name in self.ungrouped:
-            self._follow_owner(layer_name, None)
-        return LogicalKVCaches(
-            self.raw, self.views, self.blocks, self.byte_order, tuple(self.refusals)
-        )
-
-    def _follow_owner(self, layer_name: str, spec: KVCacheSpec | None) -> bool:
-        """Take over the view of the layer whose cache this one shares, if any."""
-        owner, owner_spec = self.owners.get(id(self.raw[layer_name]), (None, None))
-        if owner is None or (spec is not None and spec != owner_spec):
-            return False
-        self.views[layer_name] = self.views[owner]
-        self.blocks[layer_name] = self.blocks[owner]
-        return True
-
-    def _add_layer(
-        self, layer_name: str, spec: KVCacheSpec | None, kernel_block_size: int | None
-    ) -> dict[str, Any] | None:
-        """Add one layer's view; returns its page format, None if it is shared."""
-        if isinstance(spec, CrossAttentionSpec):
-            raise ValueError(
-                "cross attention caches the encoder's output, which no prompt prefix "
-                "identifies. Run this model without this KV connector."
+            specs.setdefault(id(kv_cache), spec)
+            yield _Layer(
+                name,
+                group_id,
+                spec,
+                kv_cache,
+                sizes.get(group_id),
+                placements.get(name),
+                backends.get(name, AttnBackend()),
+                compat.is_host_resident(group),
             )
-        if (kv_cache := self.raw.get(layer_name)) is None:
-            raise ValueError(
-                f"no KV cache was bound for it, only for {len(self.raw)} others. Hand "
-                "over the cache of every layer in the KV cache config."
-            )
-        if self._follow_owner(layer_name, spec):
-            return None
-        if isinstance(spec, MambaSpec):
-            view, blocks = self._mamba_pages(layer_name, spec, kv_cache)
-        elif isinstance(spec, AttentionSpec):
-            view, blocks = self._attention_pages(
-                layer_name, spec, kv_cache, kernel_block_size
-            )
-        else:
-            kind = "no spec" if spec is None else type(spec).__name__
-            raise ValueError(
-                f"the page of a layer with {kind} is unknown. Exclude its group from "
-                "KV transfer, or run this model without this KV connector."
-            )
-        self.views[layer_name] = view
-        self.blocks[layer_name] = blocks
-        self.owners[id(kv_cache)] = (layer_name, spec)
-        backend = self.attn_backends.get(layer_name, "")
-        return _page_format(spec, kv_cache, blocks, backend)
-
-    def _attention_pages(
-        self,
-        layer_name: str,
-        spec: AttentionSpec,
-        kv_cache: torch.Tensor,
-        kernel_block_size: int | None,
-    ) -> tuple[torch.Tensor, LogicalBlocks]:
-        if kernel_block_size is None:
-            raise ValueError(
-                "its group has no kernel block size. Hand over one for every KV cache "
-                "group with a block table."
-            )
-        block_size, page = spec.block_size, spec.page_size_bytes
-        kernel_block_size = _layer_kernel_block_size(spec, kernel_block_size)
-        if kernel_block_size <= 0 or block_size % kernel_block_size:
-            raise ValueError(
-                f"kernel block size {kernel_block_size} does not divide block size "
-                f"{block_size}. Set --block-size to a multiple of the backend's kernel "
-                "block size."
-            )
-        if self.kv_layout in _PAGE_SPLITTING_LAYOUTS:
-            raise ValueError(
-                f"KV cache layout {self.kv_layout} splits its page by head. Set "
-                "VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC."
-            )
-        k = block_size // kernel_block_size
-        stride, content, is_dense = self._kernel_pages(layer_name, kv_cache, k)
-        if k > 1 and not (is_dense and content * k == page == (stride or content) * k):
-            raise ValueError(
-                f"{k} kernel pages of {kernel_block_size} tokens, {content} bytes each "
-                f"and {stride} apart, do not tile the {page}-byte page of {block_size} "
-                f"tokens. Set --block-size to {kernel_block_size}."
-            )
-        # Named so from vLLM 0.26 on; before, only without the scales it may hold.
-        unpadded = getattr(spec, "unpadded_page_size_bytes", spec.real_page_size_bytes)
-        is_padded = is_dense and unpadded <= content < page
-        if k == 1 and content != page and not is_padded:
-            raise ValueError(
-                f"its tensor holds {content} bytes per block, its spec's page {page}. "
-                "Use an attention backend whose KV cache has the spec's page size."
-            )
-        slots = num_states(spec)
-        blocks = self._logical_blocks(
-            layer_name, spec, kernel_block_size, stride and stride * k, slots, kv_cache
-        )
-        if k == 1 and block_size % slots == 0:
-            return kv_cache, blocks
-        planes = 2 if kv_cache.ndim == 5 else 1
-        return self._opaque_view(blocks, planes, kv_cache.ndim)
-
-    def _mamba_pages(
-        self,
-        layer_name: str,
-        spec: MambaSpec,
-        kv_cache: torch.Tensor | list[torch.Tensor],
-    ) -> tuple[torch.Tensor, LogicalBlocks]:
-        if spec.mamba_cache_mode not in _REUSABLE_MAMBA_CACHE_MODES:
-            raise ValueError(
-                f"mamba_cache_mode {spec.mamba_cache_mode!r} keeps no state at block "
-                "boundaries that could be reused. Set --enable-prefix-caching and "
-                "--mamba-cache-mode align."
-            )
-        page = spec.page_size_bytes
-        if isinstance(kv_cache, torch.Tensor):
-            bound, planes, ndim = kv_cache, 1, kv_cache.ndim
-            stride, content, _ = self._kernel_pages(layer_name, kv_cache, 1)
-            state_bytes = sum(_state_sizes(spec))
-            if not state_bytes <= content <= page:
-                raise ValueError(
-                    f"its tensor holds {content} bytes per block, its spec's states "
-                    f"{state_bytes} and its page {page}. Bind whole pages."
-                )
-        else:
-            # Up to vLLM 0.25, where connectors parse K and V planes.
-            stride = self._mamba_state_stride(layer_name, spec, kv_cache)
-            bound, planes, ndim = kv_cache[0], 2, 5
-        blocks = self._logical_blocks(
-            layer_name, spec, spec.block_size, stride, spec.block_size, bound
-        )
-        return self._opaque_view(blocks, planes, ndim)
-
-    def _mamba_state_stride(
-        self, layer_name: str, spec: MambaSpec, states: list[torch.Tensor]
-    ) -> int | None:
-        """Bytes between the pages of states bound one by one, back to back."""
-        strides = {self._kernel_pages(layer_name, state, 1)[0] for state in states}
-        base = min((state.data_ptr() for state in states), default=0)
-        offsets = [state.data_ptr() - base for state in states]
-        expected = [sum(_state_sizes(spec)[:i]) for i in range(len(spec.shapes))]
-        if len(strides) != 1 or offsets != expected:
-            raise ValueError(
-                f"its states lie at bytes {offsets} of a page, {[*strides]} apart; "
-                f"its spec puts them at {expected}, {spec.page_size_bytes} apart. Bind "
-                "the states in the order of the spec's shapes, from the page's base."
-            )
-        return strides.pop()
-
-    def _kernel_pages(
-        self, layer_name: str, kv_cache: torch.Tensor, k: int
-    ) -> tuple[int | None, int, bool]:
-        """Bytes between kernel pages, bytes that one spans, and whether densely.
-
-        A single page has no stride.
-        """
-        if not isinstance(kv_cache, torch.Tensor) or kv_cache.device.type == "meta":
-            where = getattr(kv_cache, "device", type(kv_cache).__name__)
-            raise ValueError(
-                f"its KV cache ({where}) has no storage to view. Bind a tensor that "
-                "is allocated on a device."
-            )
-        itemsize = kv_cache.element_size()
-        shape, strides = tuple(kv_cache.shape), tuple(kv_cache.stride())
-        num_pages = self.num_blocks * k
-        block_dim = _block_dim(shape, num_pages)
-        inner = sorted(
-            (stride, size)
-            for dim, (stride, size) in enumerate(zip(strides, shape))
-            if dim != block_dim and size != 1
-        )
-        if shape[:1] == (2,) and min(shape[:2]) >= num_pages:
-            # Two pages, or K and V? Only a placement tells that pages come first.
-            is_placed = self.placements.get(layer_name, _Placement()).offset is not None
-            block_dim = block_dim if is_placed else None
-        if block_dim is None or (
-            num_pages > 1 and inner and inner[-1][0] > strides[block_dim]
-        ):
-            raise ValueError(
-                f"the outermost dim in memory of its tensor (shape {shape}, strides "
-                f"{strides}) is not that of {num_pages} kernel pages, so a page is no "
-                "single byte range. Use an attention backend and a "
-                "VLLM_KV_CACHE_LAYOUT that keep a block's heads, K and V together."
-            )
-        content, is_dense = 1, True
-        for stride, size in inner:
-            is_dense &= stride == content
-            content += (size - 1) * stride
-        page_stride = strides[block_dim] * itemsize if shape[block_dim] > 1 else None
-        return page_stride, content * itemsize, is_dense
-
-    def _logical_blocks(
-        self,
-        layer_name: str,
-        spec: KVCacheSpec,
-        kernel_block_size: int,
-        block_stride: int | None,
-        slots: int,
-        bound: torch.Tensor,
-    ) -> LogicalBlocks:
-        """Check the pages against the KV cache config and the storage's end."""
-        page = spec.page_size_bytes
-        offset = int(bound.storage_offset()) * bound.element_size()
-        placed = self.placements.get(layer_name, _Placement())
-        placed_stride = page if placed.block_stride == 0 else placed.block_stride
-        if block_stride is None:
-            block_stride = placed_stride or page
-        if placed_stride not in (None, block_stride) or (
-            placed.offset not in (None, offset)
-        ):
-            raise ValueError(
-                f"its pages start at byte {offset} and lie {block_stride} apart, the "
-                f"KV cache config puts them at byte {placed.offset}, {placed_stride} "
-                "apart. Bind the tensors that the config describes."
-            )
-        size = bound.untyped_storage().nbytes()
-        if page > block_stride or (
-            offset + (self.num_blocks - 1) * block_stride + page > size
-        ):
-            raise ValueError(
-                f"{self.num_blocks} pages of {page} bytes, {block_stride} apart from "
-                f"byte {offset} on, overlap or pass the end of its {size}-byte "
-                "storage. Bind tensors of the KV cache config's num_blocks."
-            )
-        return LogicalBlocks(
-            block_size=spec.block_size,
-            kernel_block_size=kernel_block_size,
-            num_blocks=self.num_blocks,
-            page_size_bytes=page,
-            block_stride_bytes=block_stride,
-            slots_per_block=slots,
-            page_offset_bytes=offset,
-            bound=bound,
-        )
-
-    def _opaque_view(
-        self, blocks: LogicalBlocks, planes: int, ndim: int
-    ) -> tuple[torch.Tensor, LogicalBlocks]:
-        """View whole pages as ``planes`` times the most equal slots that fit."""
-        page, dtype = blocks.page_size_bytes, blocks.bound.dtype
-        if page % dtype.itemsize:
-            dtype = torch.uint8
-        # Transfer kernels copy a slot by words, of two bytes at least.
-        word = max(dtype.itemsize, 2 - page % 2)
-        if page % (planes * word):
-            planes, ndim = 1, 4
-        slots = math.gcd(
-            blocks.slots_per_block, blocks.block_size, page // (planes * word)
-        )
-        width = page // (planes * slots * dtype.itemsize)
-        shape, stride = [slots, width], [width, 1]
-        if ndim > 3:
-            # The one head slot: inside the token slots, or around them.
-            token_major = "NH" in self.kv_layout
-            shape.insert(int(token_major), 1)
-            stride.insert(int(token_major), width if token_major else slots * width)
-        if planes > 1:
-            shape.insert(0, planes)
-            stride.insert(0, slots * width)
-        shape.insert(0, blocks.num_blocks)
-        stride.insert(0, blocks.block_stride_bytes // dtype.itemsize)
-        return blocks.view(dtype, shape, stride), replace(blocks, slots_per_block=slots)
 
 
-def _passes_through(group: KVCacheGroupSpec, spec: KVCacheSpec) -> bool:
-    """Whether a connector transfers nothing of this layer."""
+def _attn_backends(
+    attn_groups: Iterable[Iterable[Any]], kernel_block_sizes: Sequence[int]
+) -> dict[str, AttnBackend]:
+    """Layer name -> what its attention group knows."""
+    backends = {}
+    for group in (group for groups in attn_groups for group in groups):
+        name = group.backend.get_name()
+        if size := getattr(group, "kernel_block_size", None):
+            name += f"@{size}"  # It splits a packed KV cache by itself (0.32 on).
+        for builder in group.metadata_builders[:1]:
+            # The CPU's kernels pack a page as their instruction set takes it.
+            name += f"+{isa}" if (isa := getattr(builder, "isa", "")) else ""
+        if compat.is_shuffled(group.backend):
+            name += "+shuffled"
+        dims = (0, 1)
+        if group.kv_cache_group_id < len(kernel_block_sizes):
+            size = kernel_block_sizes[group.kv_cache_group_id]
+            dims = compat.kernel_page_dims(group.backend, group.kv_cache_spec, size)
+        backends.update(dict.fromkeys(group.layer_names, AttnBackend(name, *dims)))
+    return backends
+
+
+def _page(layers: Iterable[_Layer], num_blocks: int, kv_layout: str) -> _Paged:
+    """View every layer's pages.
+
+    Raises:
+        ValueError: if a layer is refused, listing every one of them.
+
+    """
+    views, blocks, refusals = dict[str, Any](), dict[str, LogicalBlocks](), []
+    geometries: dict[Any, _Geometry | str] = {}
+    owners: dict[int, _Layer] = {}
+    for layer in layers:
+        owner = owners.get(id(layer.kv_cache))
+        if owner and owner.spec == layer.spec:
+            views[layer.name], blocks[layer.name] = (
+                views[owner.name],
+                blocks[owner.name],
+            )
+            continue
+        kind = _kind(layer)
+        if (geometry := geometries.get(kind)) is None:
+            geometry = geometries[kind] = _geometry(layer, num_blocks, kv_layout)
+        reason = geometry if isinstance(geometry, str) else None
+        if not isinstance(geometry, str):
+            reason = _misplaced(layer, geometry, num_blocks)
+        if isinstance(geometry, str) or reason:
+            refusals.append(f"{layer}: {reason}")
+            continue
+        owners[id(layer.kv_cache)] = layer
+        blocks[layer.name] = _blocks(layer, geometry, num_blocks)
+        views[layer.name] = _view(layer, geometry, blocks[layer.name])
+    if refusals:
+        lines = "".join(f"\n  - {refusal}" for refusal in refusals)
+        raise ValueError(f"The KV cache cannot be addressed by block ids:{lines}")
+    return _Paged(views, blocks, {key: layer.name for key, layer in owners.items()})
+
+
+def _tensors(kv_cache: Any) -> Sequence[Any]:
+    """The tensors bound for a layer: one, or a Mamba layer's states (up to 0.25)."""
+    return kv_cache if isinstance(kv_cache, (list, tuple)) else (kv_cache,)
+
+
+def _kind(layer: _Layer) -> Any:
+    """Equal for layers that differ in nothing but their name and their place."""
+    tensors = _tensors(layer.kv_cache)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return layer.name
     return (
-        isinstance(spec, EncoderOnlyAttentionSpec)
-        or not getattr(spec, "prefix_cacheable", True)
-        or not getattr(spec, "has_layer_views", True)
-        or not getattr(group, "enable_kv_transfer", True)
-        or getattr(group, "host_resident", False)
+        id(layer.spec),
+        layer.group_id,
+        layer.backend,
+        type(layer.kv_cache),
+        *((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
+        *(t.data_ptr() - tensors[0].data_ptr() for t in tensors[1:]),
     )
 
 
-def _state_sizes(spec: MambaSpec) -> list[int]:
-    return [
+def _geometry(layer: _Layer, num_blocks: int, kv_layout: str) -> _Geometry | str:
+    """How the layer's pages are viewed, or why they cannot be."""
+    if isinstance(layer.spec, CrossAttentionSpec):
+        return (
+            "cross attention caches the encoder's output, which no prompt prefix "
+            "identifies. Run this model without this KV connector."
+        )
+    if layer.kv_cache is None:
+        return (
+            "no KV cache was bound for it. Hand over the cache of every layer in the "
+            "KV cache config."
+        )
+    if layer.is_host_resident:
+        return (
+            "its pages lie in a pool of the host's with block ids of its own. Run this "
+            "model without this KV connector, or without that pool."
+        )
+    if isinstance(layer.spec, MambaSpec):
+        return _mamba_geometry(layer, num_blocks, kv_layout)
+    if isinstance(layer.spec, AttentionSpec):
+        return _attention_geometry(layer, num_blocks, kv_layout)
+    kind = "no spec" if layer.spec is None else type(layer.spec).__name__
+    return (
+        f"the page of a layer with {kind} is unknown. Exclude its group from KV "
+        "transfer, or run this model without this KV connector."
+    )
+
+
+def _attention_geometry(
+    layer: _Layer, num_blocks: int, kv_layout: str
+) -> _Geometry | str:
+    spec, bound = layer.spec, layer.kv_cache
+    if layer.kernel_block_size is None:
+        return (
+            "its group has no kernel block size. Hand over one for every KV cache "
+            "group with a block table."
+        )
+    block_size = spec.block_size
+    kernel_block_size = compat.layer_kernel_block_size(spec, layer.kernel_block_size)
+    if kernel_block_size <= 0 or block_size % kernel_block_size:
+        return (
+            f"kernel block size {kernel_block_size} does not divide block size "
+            f"{block_size}. Set --block-size to a multiple of the backend's kernel "
+            "block size."
+        )
+    if kv_layout in _PAGE_SPLITTING_LAYOUTS:
+        return (
+            f"KV cache layout {kv_layout} splits its page by head. Set "
+            "VLLM_KV_CACHE_LAYOUT to LBNHC, LBHNC, BLNHC or BLHNC."
+        )
+    k = block_size // kernel_block_size
+    kernel_pages = _kernel_pages(bound, layer.backend.block_dim, num_blocks * k)
+    if isinstance(kernel_pages, str):
+        return kernel_pages
+    if reason := _not_whole(spec, kernel_pages, k):
+        return reason
+    stride = kernel_pages.stride and kernel_pages.stride * k
+    slots = compat.num_states(spec)
+    if k == 1 and block_size % slots == 0:
+        return _Geometry(kernel_block_size, stride, slots, None)
+    planes = layer.backend.planes
+    slots, view = _opaque(spec, bound.dtype, slots, planes, bound.ndim, kv_layout)
+    return _Geometry(kernel_block_size, stride, slots, view)
+
+
+def _mamba_geometry(layer: _Layer, num_blocks: int, kv_layout: str) -> _Geometry | str:
+    spec, bound = layer.spec, layer.kv_cache
+    if spec.mamba_cache_mode not in _REUSABLE_MAMBA_CACHE_MODES:
+        return (
+            f"mamba_cache_mode {spec.mamba_cache_mode!r} keeps no state at block "
+            "boundaries that could be reused. Set --enable-prefix-caching and "
+            "--mamba-cache-mode align."
+        )
+    sizes = [
         math.prod(shape) * dtype.itemsize
         for shape, dtype in zip(spec.shapes, spec.dtypes)
     ]
+    tensors = _tensors(bound)
+    rows = [_kernel_pages(tensor, 0, num_blocks) for tensor in tensors]
+    for row in rows:
+        if isinstance(row, str):
+            return row
+    strides = {row.stride for row in rows if not isinstance(row, str)}
+    if isinstance(bound, torch.Tensor):
+        planes, ndim, page = 1, bound.ndim, spec.page_size_bytes
+        if not sum(sizes) <= (span := rows[0].span) <= page:  # type: ignore[union-attr]
+            return (
+                f"its tensor holds {span} bytes per block, its spec's states "
+                f"{sum(sizes)} and its page {page}. Bind whole pages."
+            )
+    else:
+        # Up to vLLM 0.25, where connectors parse K and V planes.
+        planes, ndim = 2, 5
+        base = min((tensor.data_ptr() for tensor in tensors), default=0)
+        offsets = [tensor.data_ptr() - base for tensor in tensors]
+        expected = [sum(sizes[:i]) for i in range(len(sizes))]
+        if len(strides) != 1 or offsets != expected:
+            return (
+                f"its states lie at bytes {offsets} of a page, {[*strides]} apart; its "
+                f"spec puts them at {expected}, {spec.page_size_bytes} apart. Bind the "
+                "states in the order of the spec's shapes, from the page's base."
+            )
+    tokens = spec.block_size
+    slots, view = _opaque(spec, tensors[0].dtype, tokens, planes, ndim, kv_layout)
+    return _Geometry(tokens, strides.pop(), slots, view)
 
 
-def _page_format(
-    spec: KVCacheSpec,
-    kv_cache: torch.Tensor | list[torch.Tensor],
-    blocks: LogicalBlocks,
-    backend: str,
-) -> dict[str, Any]:
+def _kernel_pages(bound: Any, block_dim: int, num_pages: int) -> _KernelPages | str:
+    """How the tensor's kernel pages lie in memory, or why they are not paged."""
+    if not isinstance(bound, torch.Tensor) or bound.device.type == "meta":
+        where = getattr(bound, "device", type(bound).__name__)
+        return (
+            f"its KV cache ({where}) has no storage to view. Bind a tensor that is "
+            "allocated on a device."
+        )
+    shape, strides = tuple(bound.shape), bound.stride()
+    dims = enumerate(zip(strides, shape))
+    inner = [(stride, n) for dim, (stride, n) in dims if dim != block_dim and n != 1]
+    is_paged = len(shape) > block_dim and shape[block_dim] >= num_pages
+    if not is_paged or (num_pages > 1 and inner and max(inner)[0] > strides[block_dim]):
+        return (
+            f"the outermost dim in memory of its tensor (shape {shape}, strides "
+            f"{strides}) is not that of {num_pages} kernel pages (dim {block_dim}), so "
+            "a page is no single byte range. Use an attention backend and a "
+            "VLLM_KV_CACHE_LAYOUT that keep a block's heads, K and V together."
+        )
+    item = bound.element_size()
+    span = 1 + sum((n - 1) * stride for stride, n in inner)
+    is_dense = span == math.prod(n for _, n in inner)
+    stride = None if shape[block_dim] == 1 else strides[block_dim] * item
+    return _KernelPages(stride, span * item, is_dense)
+
+
+def _not_whole(spec: Any, kernel_pages: _KernelPages, k: int) -> str | None:
+    """Why k kernel pages are not the spec's page, if they are not."""
+    page, span = spec.page_size_bytes, kernel_pages.span
+    if k == 1:
+        unpadded = compat.unpadded_page_size_bytes(spec)
+        if span == page or (kernel_pages.is_dense and unpadded <= span < page):
+            return None
+        return (
+            f"its tensor holds {span} bytes per block, its spec's page {page}. Use an "
+            "attention backend whose KV cache has the spec's page size."
+        )
+    stride, tokens = kernel_pages.stride or span, spec.block_size // k
+    if kernel_pages.is_dense and span == stride and span * k == page:
+        return None
+    return (
+        f"{k} kernel pages of {tokens} tokens, {span} bytes each and {stride} apart, "
+        f"do not tile the {page}-byte page of {spec.block_size} tokens. Set "
+        f"--block-size to {tokens}."
+    )
+
+
+def _misplaced(layer: _Layer, geometry: _Geometry, num_blocks: int) -> str | None:
+    """Why the bound tensor's pages are not those of the KV cache config, if so."""
+    if layer.placement is None:
+        return (
+            "the KV cache config places no tensor for it. Hand over the config that "
+            "its KV cache was allocated by."
+        )
+    bound, page = _tensors(layer.kv_cache)[0], layer.spec.page_size_bytes
+    offset, stride = _place(layer)
+    at = bound.storage_offset() * bound.element_size()
+    if (at, geometry.bound_stride or stride) != (offset, stride):
+        return (
+            f"its pages start at byte {at} and lie {geometry.bound_stride} apart, the "
+            f"KV cache config puts them at byte {offset}, {stride} apart. Bind the "
+            "tensors that the config describes."
+        )
+    size = bound.untyped_storage().nbytes()
+    if page > stride or offset + (num_blocks - 1) * stride + page > size:
+        return (
+            f"{num_blocks} pages of {page} bytes, {stride} apart from byte {offset} "
+            f"on, overlap or pass the end of its {size}-byte storage. Bind tensors of "
+            "the KV cache config's num_blocks."
+        )
+    return None
+
+
+def _place(layer: _Layer) -> tuple[int, int]:
+    """Bytes to the layer's page 0 in its storage, and from one page to the next."""
+    assert layer.placement is not None
+    offset, stride = layer.placement
+    if offset is None:
+        bound = _tensors(layer.kv_cache)[0]
+        offset = bound.storage_offset() * bound.element_size()
+    return offset, stride or layer.spec.page_size_bytes
+
+
+def _blocks(layer: _Layer, geometry: _Geometry, num_blocks: int) -> LogicalBlocks:
+    offset, stride = _place(layer)
+    return LogicalBlocks(
+        block_size=layer.spec.block_size,
+        kernel_block_size=geometry.kernel_block_size,
+        num_blocks=num_blocks,
+        page_size_bytes=layer.spec.page_size_bytes,
+        block_stride_bytes=stride,
+        slots_per_block=geometry.slots,
+        page_offset_bytes=offset,
+        bound=_tensors(layer.kv_cache)[0],
+    )
+
+
+def _view(layer: _Layer, geometry: _Geometry, blocks: LogicalBlocks) -> torch.Tensor:
+    if geometry.view is None:
+        return layer.kv_cache
+    dtype, dims, strides = geometry.view
+    stride = blocks.block_stride_bytes // dtype.itemsize
+    return blocks.view(dtype, (blocks.num_blocks, *dims), (stride, *strides))
+
+
+def _opaque(
+    spec: Any,
+    dtype: torch.dtype,
+    slots: int,
+    planes: int,
+    ndim: int,
+    kv_layout: str,
+) -> tuple[int, tuple[torch.dtype, list[int], list[int]]]:
+    """A page as ``planes`` times the most equal slots that fit: slots, and the view."""
+    page = spec.page_size_bytes
+    if page % dtype.itemsize:
+        dtype = torch.uint8
+    # Transfer kernels copy a slot by words, of two bytes at least.
+    word = max(dtype.itemsize, 2 - page % 2)
+    if page % (planes * word):
+        planes, ndim = 1, 4
+    slots = math.gcd(slots, spec.block_size, page // (planes * word))
+    dims = [slots, page // (planes * slots * dtype.itemsize)]
+    if ndim > 3:
+        dims.insert("NH" in kv_layout, 1)  # The one head, in or around its slots.
+    if planes > 1:
+        dims.insert(0, planes)
+    strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
+    return slots, (dtype, dims, strides)
+
+
+def _page_format(layer: _Layer, blocks: LogicalBlocks) -> dict[str, Any]:
     """What decides the order of the bytes in a page of this layer."""
-    tensors = [kv_cache] if isinstance(kv_cache, torch.Tensor) else kv_cache
-    num_pages = blocks.num_blocks * blocks.blocks_per_kv_block
+    block_dim = layer.backend.block_dim
     return {
-        "kind": type(spec).__name__,
+        "kind": type(layer.spec).__name__,
         "block_size": blocks.block_size,
         "kernel_block_size": blocks.kernel_block_size,
         "page_size_bytes": blocks.page_size_bytes,
         "slots_per_block": blocks.slots_per_block,
-        "bound": [[str(t.dtype), *_inner_dims(t, num_pages)] for t in tensors],
-        "states": [
-            [list(shape), str(dtype)]
-            for shape, dtype in zip(
-                getattr(spec, "shapes", ()), getattr(spec, "dtypes", ())
-            )
+        "bound": [
+            [str(tensor.dtype), *_inner_dims(tensor, block_dim)]
+            for tensor in _tensors(layer.kv_cache)
         ],
-        "quantization": getattr(getattr(spec, "kv_quant_mode", None), "name", ""),
-        "cache_dtype": getattr(spec, "cache_dtype_str", None) or "",
-        "backend": backend,
+        **compat.spec_facts(layer.spec),
+        "backend": layer.backend.name,
     }
 
 
-def _block_dim(shape: Sequence[int], num_pages: int) -> int | None:
-    """The dim of the kernel pages: the first, or the second behind K and V."""
-    dims = (dim for dim, size in enumerate(shape[:2]) if size >= num_pages)
-    return next(dims, None)
-
-
-def _inner_dims(kv_cache: torch.Tensor, num_pages: int) -> list[list[int]]:
+def _inner_dims(bound: torch.Tensor, block_dim: int) -> list[list[int]]:
     """``[size, stride]`` of the dims within a kernel page, in the shape's order.
 
     The stride of a dim of size 1 says nothing and is 0.
     """
-    block_dim = _block_dim(kv_cache.shape, num_pages)
     return [
         [size, stride if size > 1 else 0]
-        for dim, (size, stride) in enumerate(zip(kv_cache.shape, kv_cache.stride()))
+        for dim, (size, stride) in enumerate(zip(bound.shape, bound.stride()))
         if dim != block_dim
     ]
