@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from vllm.v1.worker.logical_blocks import LogicalKVCaches, attn_backend_names
+from vllm.v1.worker.logical_blocks import LogicalKVCaches
 
 from tests.series.worker import pool
 
@@ -20,7 +20,7 @@ def caches(bound: pool.Pool) -> LogicalKVCaches:
         bound.config,
         bound.kv_caches,
         "LBHNC" if pool.HAS_ALLOCATION else "HND",
-        attn_backends=attn_backend_names(bound.attn_groups),
+        attn_groups=bound.attn_groups,
     )
 
 

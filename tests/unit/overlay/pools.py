@@ -7,6 +7,7 @@ on every release. A layer's truth is kept as plain numbers, apart from its tenso
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -159,8 +160,48 @@ class Pool:
             self.kv_caches,
             self.kernel_block_sizes,
             self.kv_layout,
-            **kwargs,
+            **({"attn_groups": [self.attn_groups()]} | kwargs),
         )
+
+    def attn_groups(self, backend: str = "") -> list[Any]:
+        """What the worker's attention groups say of the tensors it bound."""
+        return [
+            attn_group(layer.form, [name], layer.spec, group_id, backend)
+            for group_id, group in enumerate(self.groups)
+            for name in group.layer_names
+            if (layer := self.layers.get(name))
+        ]
+
+
+def attn_group(
+    form: str, layer_names: list[str], spec: Any, group_id: int, backend: str = ""
+) -> Any:
+    """An attention group whose backend binds K and V as the form says."""
+
+    class Backend:
+        @staticmethod
+        def get_name() -> str:
+            return backend
+
+    class PlanesBackend(Backend):
+        """As backends up to vLLM 0.28 are, which bind K and V as a dim."""
+
+        @staticmethod
+        def get_kv_cache_block_dim(*args: int) -> int:
+            return 1 if form == "kv_first" else 0
+
+        @staticmethod
+        def get_kv_cache_shape(*args: int) -> tuple[int, ...]:
+            shape = (args[0], 2, *args[1:])
+            return swap(shape, 0, 1) if form == "kv_first" else shape
+
+    return SimpleNamespace(
+        backend=PlanesBackend if form in ("rank5", "kv_first") else Backend,
+        layer_names=layer_names,
+        kv_cache_spec=spec,
+        kv_cache_group_id=group_id,
+        metadata_builders=[],
+    )
 
 
 MAMBA_FORMS = ("states", "row", "content")
@@ -260,7 +301,7 @@ def check(pool: Pool, caches: LogicalKVCaches) -> None:
     every byte inside is (but the padding of a layer that passes through); no two pages
     overlap; the storage is the same one.
     """
-    assert list(caches) == list(pool.kv_caches)
+    assert set(caches) == set(pool.kv_caches) and len(caches) == len(pool.kv_caches)
     for name, layer in pool.layers.items():
         check_layer(pool, caches, name, layer)
 

@@ -122,7 +122,7 @@ def test_passed(kind: str) -> None:
     caches = pool.build()
     assert caches["scratch"] is raw
     assert list(caches.blocks) == ["layers.0"]
-    assert caches.byte_order[1] == []
+    assert caches.document["layers"] == [[0, 0]]
 
 
 @pytest.mark.parametrize("kind", of_release(REFUSED))
@@ -141,17 +141,26 @@ def test_encoder_only_layers_have_no_cache() -> None:
     assert list(pool.build()) == ["layers.0"]
 
 
-@pytest.mark.parametrize("option", ["enable_kv_transfer", "host_resident"])
-def test_groups_out_of_transfer_pass(option: str) -> None:
+def test_groups_out_of_transfer_pass() -> None:
     group = KVCacheGroupSpec(["replica"], pools.full(32))
-    if not hasattr(group, option):
+    if not hasattr(group, "enable_kv_transfer"):
         pytest.skip("this release has no such groups")
-    setattr(group, option, option == "host_resident")
+    group.enable_kv_transfer, group.host_resident = False, True
     pool = pools.Pool(4).add(pools.full(32)).bind()
     pool.groups.append(group)
     pool.kernel_block_sizes.append(8)
     pool.kv_caches["replica"] = torch.zeros(7)
     assert pool.build()["replica"] is pool.kv_caches["replica"]
+
+
+def test_transferred_groups_of_the_hosts_are_refused() -> None:
+    """Their block ids count another pool's blocks."""
+    pool = pools.Pool(4).add(pools.full(32)).bind()
+    if not hasattr(pool.groups[0], "host_resident"):
+        pytest.skip("this release has no such groups")
+    pool.groups[0].host_resident = True
+    with pytest.raises(ValueError, match="pool of the host's with block ids of its"):
+        pool.build()
 
 
 def test_a_scratch_leaf_of_a_uniform_group_passes() -> None:

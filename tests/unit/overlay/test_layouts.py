@@ -183,14 +183,15 @@ def test_a_single_block(extra_blocks: int, form: str) -> None:
     pools.check(pool.bind(), pool.build())
 
 
-def test_two_blocks_or_two_planes() -> None:
-    """``[2, 2, ...]``: the same bits may be two blocks, or K and V of two blocks."""
-    pool = pools.Pool(2).add(pools.full(32), "rank5").bind()
-    if pools.HAS_PLACEMENTS:
-        pools.check(pool, pool.build())
-    pool.tensors.clear()
-    with pytest.raises(ValueError, match="2 kernel pages"):
-        pool.build()
+@pytest.mark.parametrize("form", ["rank5", "kv_first"])
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_two_blocks_or_two_planes(num_blocks: int, form: str, tally: Any) -> None:
+    """``[2, 2, ...]`` may be two blocks, or K and V of two blocks: the backend says."""
+    pool = pools.Pool(num_blocks).add(pools.full(32), form).bind()
+    pools.check(pool, pool.build())
+    if form == "kv_first" and num_blocks > 1:
+        with pytest.raises(ValueError, match="kernel pages"):
+            pool.build(attn_groups=[])
 
 
 def test_planes_before_blocks_are_refused() -> None:
@@ -210,10 +211,8 @@ def test_heads_before_blocks_are_refused(heads: int) -> None:
     split = torch.zeros(heads, 4, 32, 8, dtype=raw.dtype).transpose(0, 1)
     assert split.shape == raw.shape
     pool.kv_caches["layers.0"] = split
-    for tensors in (pool.tensors, []):
-        pool.tensors = tensors
-        with pytest.raises(ValueError, match="no single byte range"):
-            pool.build()
+    with pytest.raises(ValueError, match="no single byte range"):
+        pool.build()
 
 
 def test_shared_layers_follow_their_target() -> None:
@@ -229,7 +228,7 @@ def test_shared_layers_follow_their_target() -> None:
     assert caches.blocks["ungrouped"] is caches.blocks["layers.0"]
     assert caches["stranger"] is pool.kv_caches["stranger"]
     assert "stranger" not in caches.blocks
-    assert len(caches.byte_order[0]) == 2
+    assert caches.document["layers"] == [[0, 0], [0, 1], [0, 1]]
 
 
 def test_a_tensor_bound_under_two_specs_is_viewed_for_each() -> None:
@@ -239,7 +238,9 @@ def test_a_tensor_bound_under_two_specs_is_viewed_for_each() -> None:
     other.groups[0].layer_names = ["other"]
     pool.groups += other.groups
     pool.kernel_block_sizes += [8]
-    pool.tensors.clear()
+    (tensor,) = other.tensors
+    setattr(tensor, "layers" if pools.HAS_PLACEMENTS else "shared_by", ["other"])
+    pool.tensors.append(tensor)
     caches = pool.build()
     assert caches.blocks["layers.0"].page_size_bytes == 1024
     assert caches.blocks["other"].page_size_bytes == 512
@@ -276,15 +277,26 @@ def test_attention_backend_names() -> None:
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.worker.utils import AttentionGroup
 
+    pool = pools.Pool(4, "HND").add(pools.full(64)).bind()
     names = []
     for kernel_block_size in (None, 32):
-        kwargs: dict[str, Any] = {"backend": CPUAttentionBackend, "layer_names": ["a"]}
+        kwargs: dict[str, Any] = {"backend": CPUAttentionBackend}
+        kwargs["layer_names"] = ["layers.0"]
         group = AttentionGroup(
             **kwargs, kv_cache_spec=pools.full(64), kv_cache_group_id=0
         )
         if kernel_block_size and not hasattr(group, "kernel_block_size"):
-            pytest.skip("no backend of this release splits a packed cache")
+            break  # no backend of this release splits a packed cache
         if kernel_block_size:
             group.kernel_block_size = kernel_block_size
-        names.append(logical_blocks.attn_backend_names([[group]])["a"])
-    assert names == ["CPU_ATTN", "CPU_ATTN@32"]
+        (page_format,) = pool.build(attn_groups=[[group]]).document["formats"]
+        names.append(page_format["backend"])
+    assert names == ["CPU_ATTN", "CPU_ATTN@32"][: len(names)]
+
+
+def test_an_attention_group_without_a_block_table() -> None:
+    """Encoder-only layers at the end: no kernel block size, nothing transferred."""
+    pool = pools.Pool(4).add(pools.full(32)).bind()
+    (group,) = pool.attn_groups("FLASH_ATTN")
+    group.kv_cache_group_id = 1
+    assert pool.build(attn_groups=[[group]])["layers.0"] is pool.kv_caches["layers.0"]

@@ -1,9 +1,11 @@
 """What cannot be served is refused: one error, every layer, numbers and remedy."""
 
+import weakref
+
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
-from vllm.v1.worker.logical_blocks import build_logical_kv_caches
+from vllm.v1.worker.logical_blocks import LogicalKVCaches, build_logical_kv_caches
 
 from tests.unit.overlay import pools
 
@@ -39,16 +41,35 @@ def test_every_offending_layer_is_listed() -> None:
     assert "without this KV connector" in message
 
 
-def test_refusals_may_wait_for_a_connector_that_asks() -> None:
+def test_nothing_is_computed_before_it_is_asked_for() -> None:
+    """Whoever asks gets the view or the error; everyone else is left alone."""
     pool = pools.Pool(4).add(pools.full(32)).add(pools.full(32)).bind()
     pool.kernel_block_sizes[1] = 0
-    caches = pool.build(strict=False)
-    assert list(caches) == ["layers.0", "layers.1"] and len(caches) == 2
-    assert list(caches.blocks) == ["layers.0"]
+    caches = LogicalKVCaches(pool.config, pool.kv_caches, pool.kernel_block_sizes)
     assert caches.raw is pool.kv_caches
-    for ask in (lambda: caches["layers.0"], lambda: caches.fingerprint):
+    assert list(caches) == ["layers.0", "layers.1"] and len(caches) == 2
+    for ask in (
+        lambda: caches["layers.0"],
+        lambda: caches.blocks,
+        lambda: caches.document,
+        lambda: caches.fingerprint,
+    ):
         with pytest.raises(ValueError, match="group 1, layer 'layers.1'"):
             ask()
+
+
+def test_nothing_is_kept_alive() -> None:
+    pool = pools.Pool(4).add(pools.full(32)).bind()
+    caches = LogicalKVCaches(pool.config, pool.kv_caches, pool.kernel_block_sizes)
+    bound = weakref.ref(pool.kv_caches["layers.0"])
+    pool.kv_caches.clear()
+    assert bound() is None and len(caches) == 0
+
+
+def test_a_layer_that_the_config_does_not_place() -> None:
+    pool = pools.Pool(4).add(pools.full(32)).bind()
+    pool.tensors.clear()
+    assert "the KV cache config places no tensor for it" in refusal(pool)
 
 
 @pytest.mark.parametrize("mode", ["align", "all"])
@@ -195,7 +216,9 @@ def test_pages_that_overlap() -> None:
     pool = pools.Pool(4).add(pools.full(32)).bind()
     raw = pool.kv_caches["layers.0"]
     pool.kv_caches["layers.0"] = raw.as_strided(raw.shape, (508, *raw.stride()[1:]))
-    pool.tensors.clear()
+    assert "lie 1016 apart" in refusal(pool)
+    for tensor in pool.tensors:
+        tensor.block_stride, tensor.offset = 1016, 0
     assert "4 pages of 1024 bytes, 1016 apart from byte 0 on, overlap" in refusal(pool)
 
 

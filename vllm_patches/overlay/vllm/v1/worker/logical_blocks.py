@@ -170,18 +170,20 @@ class LogicalKVCaches(Mapping[str, torch.Tensor]):
     def document(self) -> dict[str, Any]:
         """What decides the bytes of the pages, as JSON values.
 
-        Every layer that is transferred, in registration order, as ``[group id, index
-        of its format]``, and the formats field by field. Equal for two workers that
-        can read each other's pages, and only for them: it holds no pool size, address,
-        layer name or process id.
+        Every layer that is transferred, in registration order, as ``[group, index of
+        its format]``, groups that are never transferred not counted, and the formats
+        field by field. Equal for two workers that can read each other's pages, and
+        only for them: it holds no pool size, address, layer name or process id.
         """
+        groups = enumerate(self._config.kv_cache_groups)
+        ids = [i for i, g in groups if compat.is_transferred(g, g.kv_cache_spec)]
         formats: list[dict[str, Any]] = []
         layers = []
         for layer in self._layers:
             page_format = _page_format(layer, self.blocks[layer.name])
             if page_format not in formats:
                 formats.append(page_format)
-            layers.append([layer.group_id, formats.index(page_format)])
+            layers.append([ids.index(layer.group_id), formats.index(page_format)])
         return {"contract": CONTRACT_VERSION, "formats": formats, "layers": layers}
 
     @cached_property
