@@ -1,13 +1,24 @@
 """``LMCacheLogicalConnector``: LMCache's connector, without guessing layouts."""
 
+import functools
 import json
+import os
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from lmcache.integration.vllm.kv_cache_groups import create_engine_group_infos_from_vllm
-from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+from lmcache.integration.vllm.lmcache_mp_connector import (
+    LMCacheMPConnector,
+    get_group_tokens_per_block,
+)
+from lmcache.integration.vllm.lmcache_mp_metadata import (
+    LMCacheMPRequestTracker,
+    LMCacheMPWorkerMetadata,
+)
 from lmcache.integration.vllm.mp_server_launcher import is_mp_server_autostart_enabled
 from lmcache.integration.vllm.utils import vllm_layout_hints
 from lmcache.logging import init_logger
@@ -17,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
-from lmcache_hook import cpu_memory, group_check, namespace
+from lmcache_hook import cpu_memory, namespace, request_key, server, stored
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -27,6 +38,42 @@ if TYPE_CHECKING:
 
 
 logger = init_logger(__name__)
+
+_AUTOSTART_ARGS = "lmcache.mp.autostart.server_args"
+
+
+class Tracker(LMCacheMPRequestTracker):
+    """LMCache's record of a request, keyed and freed as vLLM's is."""
+
+    key: request_key.RequestKey
+    request: "Request"
+    groups: tuple[list[Any], list[int]]
+    """Specs and tokens per block id of the engine groups."""
+    forgotten: dict[int, int]
+    """Engine group id -> how many of its blocks were looked at for freed ones."""
+
+    def get_token_ids(self) -> list[int]:
+        return self.key.token_ids()
+
+    def increase_num_scheduled_tokens(self, num_new_tokens: int) -> None:
+        computed = self.request.num_computed_tokens
+        stored.forget_freed(self, *self.groups, computed)
+        super().increase_num_scheduled_tokens(num_new_tokens)
+
+
+@dataclass
+class WorkerMetadata(LMCacheMPWorkerMetadata):
+    """What workers tell the scheduler after a step."""
+
+    is_healthy: bool = True
+
+    def aggregate(self, other: Any) -> "WorkerMetadata":
+        both = super().aggregate(other)
+        return WorkerMetadata(
+            both.completed_store_requests,  # type: ignore[attr-defined]
+            both.failed_store_requests,  # type: ignore[attr-defined]
+            self.is_healthy and other.is_healthy,
+        )
 
 
 class LMCacheLogicalConnector(LMCacheMPConnector):
@@ -44,6 +91,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
     ) -> None:
         """Raises:
         RuntimeError: if this vLLM does not hand over logical-block views.
+        ValueError: if LMCache cannot serve this engine, saying what to change.
 
         """
         if not hasattr(KVConnectorBase_V1, "register_logical_kv_caches"):
@@ -54,18 +102,42 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         from vllm.v1.worker import logical_blocks
 
         namespace.check_contract(logical_blocks.CONTRACT_VERSION)
-        assert vllm_config.kv_transfer_config is not None
-        extra_config = vllm_config.kv_transfer_config.kv_connector_extra_config
-        if current_platform.is_cpu():
-            # Engine-driven transfer, LMCache's default there, takes one group only.
-            extra_config.setdefault("lmcache.mp.mp_transfer_mode", "lmcache_driven")
-        if is_mp_server_autostart_enabled(extra_config):
-            arguments = extra_config.get("lmcache.mp.autostart.server_args", "")
-            extra_config["lmcache.mp.autostart.server_args"] = (
-                f"{arguments} --separate-object-groups"
-            )
-        super().__init__(vllm_config, role, kv_cache_config)
+        _refuse(vllm_config)
+        self._tokens_per_block = get_group_tokens_per_block(
+            vllm_config, kv_cache_config
+        )
+        chunk = server.chunk_size(
+            self._tokens_per_block, kv_cache_config.has_mamba_layers
+        )
+        _configure(vllm_config.kv_transfer_config, chunk)
+        try:
+            super().__init__(vllm_config, role, kv_cache_config)
+        except ValueError as e:
+            raise ValueError(f"{e} Start `{server.command(chunk)}`.") from e
         self.fingerprint: str | None = None
+        adapter = self._adapter
+        self._specs = [stored.leaf_spec(g) for g in kv_cache_config.kv_cache_groups]
+        self._kept = stored.kept(
+            self._specs, self._tokens_per_block, adapter.lmcache_tokens_per_chunk
+        )
+        self._base_name = adapter.model_name
+        self._adapters = request_key.Adapters()
+        self._complaint = ""
+        self._is_asleep = False
+
+    @property
+    def _adapter(self) -> Any:
+        is_worker = self.role == KVConnectorRole.WORKER
+        return self.worker_adapter if is_worker else self.scheduler_adapter
+
+    def _enter_namespace(self, fingerprint: str) -> None:
+        self.fingerprint = fingerprint
+        self._adapter.model_name = namespace.name(self._base_name, fingerprint)
+        logger.info("LMCache's model name is %s", self._adapter.model_name)
+
+    # ==============================
+    # Worker
+    # ==============================
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
         if current_platform.is_cpu():
@@ -78,35 +150,115 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
             take the views.
 
         """
+        from vllm.v1.worker.logical_blocks import digest
+
         self.logical_kv_caches = kv_caches
-        self.fingerprint = kv_caches.fingerprint
-        self._enter_namespace(self.worker_adapter)
-        logger.info(
-            "KV cache fingerprint %s %s",
-            self.fingerprint,
-            json.dumps(
-                {"contract": namespace.CONTRACT_VERSION, "groups": kv_caches.byte_order}
-            ),
+        adapter, views = self.worker_adapter, dict(kv_caches.items())
+        strategy = adapter.parallel_strategy
+        part = (strategy.kv_worker_id, kv_caches.document)
+        parts = namespace.gather(part, self._vllm_config)
+        document = namespace.document(self._vllm_config, strategy, parts)
+        self._enter_namespace(digest(document))
+        if strategy.vllm_worker_id == 0:
+            text = json.dumps(document)
+            logger.info("KV cache fingerprint %s %s", self.fingerprint, text)
+
+        windows = {k.group_id: k.window for k in self._kept}
+        hints = vllm_layout_hints(self._vllm_config)
+        infos = create_engine_group_infos_from_vllm(
+            self._kv_cache_config, views, hints, self._dcp_size
         )
-        views = dict(kv_caches.items())
+        infos = [
+            msgspec.structs.replace(info, sw_size_tokens=windows[info.engine_group_id])
+            for info in infos
+        ]
+        server.check_views(views, infos, hints, adapter.lmcache_tokens_per_chunk)
+        server.answer_refusals(adapter.req_client)
         addresses = [view.data_ptr() for view in views.values()]
-        layout_hints = vllm_layout_hints(self._vllm_config)
-        engine_group_infos = create_engine_group_infos_from_vllm(
-            self._kv_cache_config, views, layout_hints, self._dcp_size
-        )
-        self.worker_adapter.register_kv_caches(views, engine_group_infos, layout_hints)
+        adapter.register_kv_caches(views, infos, hints)
         if addresses != [view.data_ptr() for view in views.values()]:
             raise RuntimeError(
                 "LMCache moved the KV cache away from the model: it was not allocated "
                 "in this connector's memory pool (get_mem_pool_context)."
             )
-        if self._kv_cache_config.has_mamba_layers:
-            group_check.store_sample(self.worker_adapter, self._engine_id)
+        # The heartbeat calls it when the server is back.
+        again = functools.partial(self._recover, adapter._reregister_kv_caches_callback)
+        adapter._reregister_kv_caches_callback = again
+        if server.must_be_apart(self._kept):
+            server.store_sample(adapter, self._kept)
+
+    def _recover(self, register: Any) -> bool:
+        """Register anew, on a server that may be another one. Never raises."""
+        if self._is_asleep or not register():
+            return False
+        try:
+            if server.must_be_apart(self._kept):
+                adapter = self.worker_adapter
+                server.store_sample(adapter, self._kept)
+                server.check_sample(adapter, adapter.req_client)
+        except Exception as e:
+            if str(e) != self._complaint:
+                logger.error("%s This engine goes on without LMCache.", e)
+            self._complaint = str(e)
+            return False
+        self._complaint = ""
+        return True
+
+    def unregister_kv_caches(self) -> None:
+        """Before sleep: the memory that the server maps goes."""
+        self._is_asleep = True
+        self.worker_adapter._health_event.clear()
+        context = self.worker_adapter.transfer_ctx
+        if context is not None and (future := context.unregister()) is not None:
+            future.result(timeout=server.TIMEOUT)
+
+    def restore_kv_caches(self) -> None:
+        """After wake-up: the memory is another one; the next heartbeat registers it."""
+        self._is_asleep = False
+        self.worker_adapter._ensure_heartbeat_started()
+
+    def wait_for_save(self) -> None:
+        for request in self._get_connector_metadata().requests:
+            if request.direction == "STORE":
+                stored.null_unstorable(request.op.block_ids, self._kept)
+        super().wait_for_save()
+
+    def get_finished(self, finished_req_ids: set[str]) -> Any:
+        adapter = self.worker_adapter
+        retrieves = (future for future, _ in adapter.retrieve_futures.values())
+        futures = [*adapter.store_futures.values(), *retrieves]
+        refused = any(f.query() and not f.result(timeout=0) for f in futures)
+        finished = super().get_finished(finished_req_ids)
+        if refused:
+            # A server that was started anew does not know this engine: the heartbeat
+            # finds it well, registers and checks it.
+            adapter._health_event.clear()
+        return finished
+
+    def build_connector_worker_meta(self) -> WorkerMetadata | None:
+        own = super().build_connector_worker_meta()
+        is_healthy = self.worker_adapter.is_healthy
+        if own is None and is_healthy:
+            return None
+        stores = (
+            (own.completed_store_requests, own.failed_store_requests) if own else ()
+        )
+        return WorkerMetadata(*stores or ({},), is_healthy=is_healthy)
 
     def get_handshake_metadata(self) -> namespace.Fingerprint:
         """What the scheduler must know before its first lookup."""
         assert self.fingerprint is not None
         return namespace.Fingerprint(self.fingerprint, namespace.CONTRACT_VERSION)
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        raise RuntimeError(
+            "LMCacheLogicalConnector registers logical-block views only; this vLLM's "
+            "worker handed over kernel-paged tensors: run `vllm-patches apply`."
+        )
+
+    # ==============================
+    # Scheduler
+    # ==============================
 
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: Mapping[tuple[int, int], Any]
@@ -114,17 +266,36 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         self.set_xfer_handshake_metadata(metadata)
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[Any, Any]) -> None:
-        """Take over the workers' fingerprint, and check the server's set-up.
+        """Take over the workers' fingerprint, and check the servers' set-up.
 
         Raises:
-            ValueError: if the workers' pages differ, or the LMCache server would mix
-                up the states of a model with Mamba layers.
+            ValueError: if the workers are not in one namespace, or a server would mix
+                up KV cache groups.
 
         """
-        self.fingerprint = namespace.agree(metadata)
-        self._enter_namespace(self.scheduler_adapter)
-        if self._kv_cache_config.has_mamba_layers:
-            group_check.check_stored(self.scheduler_adapter, self._engine_id)
+        fingerprint = namespace.agree(metadata)
+        if fingerprint == self.fingerprint:
+            return
+        self._enter_namespace(fingerprint)
+        adapter = self.scheduler_adapter
+        adapter._ensure_heartbeat_started()
+        for url, client in adapter.req_clients.items():
+            self._check_server(client)
+            again = functools.partial(self._is_good, client)
+            adapter._heartbeats[url].register_recover_callback(again)
+
+    def _check_server(self, client: Any) -> None:
+        if server.must_be_apart(self._kept):
+            server.check_sample(self.scheduler_adapter, client)
+
+    def _is_good(self, client: Any) -> bool:
+        """Whether a server that came back may be looked things up on. Never raises."""
+        try:
+            self._check_server(client)
+        except Exception:
+            logger.debug("Not used: the workers say why", exc_info=True)
+            return False
+        return True
 
     def _get_or_create_request_tracker(self, request: "Request") -> Any:
         if self.fingerprint is None:
@@ -133,22 +304,84 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
                 "fingerprint, so it cannot look anything up: this executor passes no "
                 "connector handshake metadata. Use the mp or uni executor."
             )
-        return super()._get_or_create_request_tracker(request)
+        tracker = super()._get_or_create_request_tracker(request)
+        if not isinstance(tracker, Tracker):
+            # LMCache makes it of its own class.
+            tracker.__class__ = Tracker
+            chunk = self.scheduler_adapter.lmcache_tokens_per_chunk
+            tracker.request, tracker.forgotten = request, {}
+            tracker.groups = (self._specs, self._tokens_per_block)
+            tracker.key = request_key.RequestKey(request, chunk, self._adapters)
+            tracker.cache_salt = request_key.salt(request.cache_salt)
+            if not tracker.key.is_known:
+                tracker.max_offload_tokens = 0
+        return tracker
 
-    def _enter_namespace(self, adapter: Any) -> None:
-        assert self.fingerprint is not None
-        adapter.model_name = namespace.extend(
-            adapter.model_name,
-            self.fingerprint,
-            self._vllm_config.cache_config.cache_dtype,
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        metadata = super().build_connector_meta(scheduler_output)
+        if any(k.window > 0 for k in self._kept):
+            # Blocks that left a window may be another request's in this step, while
+            # LMCache's server still reads them for the last step's stores.
+            metadata.need_flush_before_forward = True
+        return metadata
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        super().update_connector_output(connector_output)
+        metadata = connector_output.kv_connector_worker_meta
+        if isinstance(metadata, WorkerMetadata) and not metadata.is_healthy:
+            for event in self.scheduler_adapter._health_events.values():
+                event.clear()
+
+
+def _refuse(vllm_config: "VllmConfig") -> None:
+    """Raises:
+    ValueError: if this engine would get wrong answers, or hang.
+
+    """
+    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
+    is_chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    transfer: Any = vllm_config.kv_transfer_config
+    if not (cache.enable_prefix_caching or is_chunked):
+        raise ValueError(
+            "vLLM has turned prefix caching and chunked prefill off, as it does where "
+            "the attention backend cannot read a cached prefix. Run this model without "
+            "this KV connector, or turn --enable-chunked-prefill on if it was you."
+        )
+    if parallel.distributed_executor_backend == "external_launcher" and (
+        parallel.world_size > 1
+    ):
+        raise ValueError(
+            "With the external_launcher executor every rank schedules by itself, and "
+            "LMCache's answers reach them at different times. Use the mp executor."
+        )
+    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and (
+        not hasattr(KVConnectorBase_V1, "restore_kv_caches")
+    ):
+        raise ValueError(
+            "This vLLM does not tell connectors when it sleeps and unmaps the KV cache "
+            "that LMCache reads. Use vLLM 0.33, or no --enable-sleep-mode."
+        )
+    if transfer.get_from_extra_config(
+        "lmcache.mp.transfer_intermediate_tensors", False
+    ):
+        raise ValueError(
+            "lmcache.mp.transfer_intermediate_tensors does nothing under "
+            "LMCacheLogicalConnector: use LMCacheMPConnector."
         )
 
-    @property
-    def _engine_id(self) -> str:
-        return self._vllm_config.kv_transfer_config.engine_id
 
-    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        raise RuntimeError(
-            "LMCacheLogicalConnector registers logical-block views only; this vLLM's "
-            "worker handed over kernel-paged tensors: run `vllm-patches apply`."
-        )
+def _configure(transfer: Any, chunk: int) -> None:
+    """Defaults for what the operator left open; chunk in tokens."""
+    extra = dict(transfer.kv_connector_extra_config)
+    extra.setdefault("lmcache.mp.mq_timeout", server.TIMEOUT)
+    if current_platform.is_cpu() and "LMCACHE_MP_TRANSFER_MODE" not in os.environ:
+        # Engine-driven transfer, LMCache's default there, takes one group only.
+        extra.setdefault("lmcache.mp.mp_transfer_mode", "lmcache_driven")
+    if is_mp_server_autostart_enabled(extra):
+        args = extra.get(_AUTOSTART_ARGS, "")
+        for option in ("--separate-object-groups", f"--chunk-size {chunk}"):
+            args += "" if option.split()[0] in args else f" {option}"
+        extra[_AUTOSTART_ARGS] = args
+    transfer.kv_connector_extra_config = extra
+    # vLLM's default ends the engine at the request after a failed load.
+    transfer.kv_load_failure_policy = "recompute"
