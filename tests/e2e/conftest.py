@@ -35,7 +35,6 @@ def make_job(tmp_path: Path):
             name=name,
             model=model,
             prompts=prompts,
-            output=str(tmp_path / f"{name}-answers.json"),
             log=str(tmp_path / f"{name}.log"),
             **{**defaults, **changes},
         )
