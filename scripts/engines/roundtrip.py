@@ -1,5 +1,6 @@
 """The round trip: a second engine answers from the first one's cache, bit for bit."""
 
+import math
 import random
 import signal
 import sys
@@ -122,6 +123,17 @@ def compare(prompt_ids: Sequence[Sequence[int]], *engines: dict[str, Any]) -> li
         )
         for prompt, first, second, reference in zip(prompt_ids, *answers, strict=True)
     ]
+
+
+def difference(answer: Answer, reference: Answer) -> float:
+    """The largest difference of a token's log-probability; 0.0 for equal answers only.
+
+    Infinite if there is no answer.
+    """
+    if answer.error:
+        return math.inf
+    largest = _largest_difference(answer.logprobs, reference.logprobs)
+    return largest if answer.token_ids == reference.token_ids else largest or math.inf
 
 
 def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
