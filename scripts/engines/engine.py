@@ -1,8 +1,16 @@
-"""Run in-process vLLM engines over prompts, one after the other, and write the answers.
+"""vLLM engines in fresh processes, told what to do in JSON lines.
 
-Runs in the environment of a release: ``python -m scripts.engines.engine JOB.json ...``.
-vLLM is imported once; then every engine gets a fresh process, forked before any engine
-exists. Prints a line ``NAME STATUS`` as each engine ends.
+Runs in the environment of a release: ``python -m scripts.engines.engine RUNNER``. vLLM
+is imported once; then every engine gets a process of its own, forked before any engine
+exists. Each line on the standard input is a command and gets one line back on the
+standard output; scripts/engines/session.py is the other end:
+
+==================================  ==========================================
+``{"start": JOB}``                  ``{"groups": [...]}`` once the engine is up
+``{"ask": [REQUEST], ...}``         ``{"answers": [ANSWER]}``
+``{"call": "module:f", "args": a}``  ``{"result": f(llm, *a)}``, or ``{"error"}``
+``{"end": true}``                   ``{"ended": STATUS}``, also if it ends itself
+==================================  ==========================================
 """
 
 import atexit
@@ -13,8 +21,7 @@ import os
 import sys
 import traceback
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from packaging.version import Version
 
@@ -29,24 +36,42 @@ _SLOW_IMPORTS = (
 
 
 @dataclass
+class Adapter:
+    """A LoRA adapter, as vLLM's ``LoRARequest`` wants it."""
+
+    name: str
+    id: int
+    path: str
+    load_inplace: bool = False
+    """Load it anew, though its id is loaded."""
+
+
+@dataclass
+class Request:
+    token_ids: list[int]
+    embeds_seed: int | None = None
+    """Ask in random embeddings of this seed, as many as there are tokens."""
+    adapter: Adapter | None = None
+    cache_salt: str | None = None
+
+
+@dataclass
 class Job:
-    """What an engine is to do."""
+    """An engine, and what it is asked if nobody asks it otherwise."""
 
     name: str
     model: str
     """Folder of the model."""
-    prompts: list[list[int]]
-    """Token ids, asked for one after the other."""
-    output: str
-    """File for the answers, JSON."""
     log: str
     """File for what the engine prints."""
+    prompts: list[list[int]] = field(default_factory=list)
+    """Token ids, asked for one after the other."""
+    passes: int = 1
+    """How often to ask all prompts."""
     runner: str = "v1"
     """Model runner, "v1" or "v2"."""
     kernel_block_size: int = 256
     """Tokens per kernel block that the attention backend is made to take."""
-    passes: int = 1
-    """How often to ask all prompts; the rounds of answers are written in order."""
     max_tokens: int = 16
     kv_transfer_config: dict[str, Any] | None = None
     engine_args: dict[str, Any] = field(default_factory=dict)
@@ -60,6 +85,8 @@ class Answer:
     token_ids: list[int]
     logprobs: list[float]
     """Log-probability of each answered token."""
+    error: str | None = None
+    """Why there is no answer, or not all of it."""
 
 
 def run_v2_on_cpu() -> None:
@@ -138,60 +165,137 @@ def describe_groups() -> list[dict[str, Any]]:
     return groups
 
 
-def run(job: Job) -> None:
-    from vllm import LLM, SamplingParams
+def start(job: Job) -> Any:
+    """Make the engine."""
+    from vllm import LLM
 
     os.environ.update(job.env)
     set_kernel_block_size(job.kernel_block_size)
-    llm = LLM(
-        model=job.model,
+    defaults = dict(
         skip_tokenizer_init=True,
         enforce_eager=True,
         enable_prefix_caching=True,
         max_model_len=4096,
-        kv_transfer_config=job.kv_transfer_config,
-        **{"block_size": 256} | release_args() | job.engine_args,
+        block_size=256,
     )
+    return LLM(
+        model=job.model,
+        kv_transfer_config=job.kv_transfer_config,
+        **defaults | release_args() | job.engine_args,
+    )
+
+
+def ask(llm: Any, requests: list[Request], max_tokens: int) -> list[Answer]:
+    """Ask for the requests at once; greedy answers, all of the same length."""
+    from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
+
     sampling = SamplingParams(
         temperature=0,
-        max_tokens=job.max_tokens,
+        max_tokens=max_tokens,
         ignore_eos=True,
         logprobs=1,
         detokenize=False,
     )
-    rounds = []
-    for _ in range(job.passes):
-        answers = []
-        for prompt in job.prompts:
-            (request,) = llm.generate(
-                {"prompt_token_ids": prompt}, sampling, use_tqdm=False
+    prompts: list[dict[str, Any]] = []
+    adapters: list[LoRARequest | None] = []
+    for request in requests:
+        prompt: dict[str, Any] = {"prompt_token_ids": request.token_ids}
+        if request.embeds_seed is not None:
+            prompt = {"prompt_embeds": _embeddings(llm, request)}
+        if request.cache_salt is not None:
+            prompt["cache_salt"] = request.cache_salt
+        prompts.append(prompt)
+        if (adapter := request.adapter) is None:
+            adapters.append(None)
+            continue
+        adapters.append(
+            LoRARequest(
+                adapter.name,
+                adapter.id,
+                adapter.path,
+                load_inplace=adapter.load_inplace,
             )
-            out: Any = request.outputs[0]
-            answers.append(
-                Answer(
-                    request.num_cached_tokens or 0,
-                    list(out.token_ids),
-                    [step[t].logprob for t, step in zip(out.token_ids, out.logprobs)],
-                )
-            )
-            print(f"answered prompt {len(answers)} of {len(job.prompts)}", flush=True)
-        rounds.append([asdict(answer) for answer in answers])
-    Path(job.output).write_text(
-        json.dumps(
-            {"rounds": rounds, "answers": rounds[-1], "groups": describe_groups()}
         )
+    try:
+        outputs = llm.generate(
+            prompts,
+            sampling,
+            use_tqdm=False,
+            lora_request=adapters if any(adapters) else None,
+        )
+    except Exception as e:
+        traceback.print_exc()
+        error = f"{type(e).__name__}: {e}"
+        return [Answer(0, [], [], error) for _ in requests]
+    return [_answer(output) for output in outputs]
+
+
+def _embeddings(llm: Any, request: Request) -> Any:
+    import torch
+
+    assert request.embeds_seed is not None
+    config = llm.llm_engine.vllm_config.model_config
+    generator = torch.Generator().manual_seed(request.embeds_seed)
+    shape = (len(request.token_ids), config.get_hidden_size())
+    return torch.randn(shape, generator=generator).mul(0.2).to(config.dtype)
+
+
+def _answer(output: Any) -> Answer:
+    (out,) = output.outputs
+    token_ids = list(out.token_ids)
+    return Answer(
+        output.num_cached_tokens or 0,
+        token_ids,
+        [step[t].logprob for t, step in zip(token_ids, out.logprobs or ())],
+        None if out.finish_reason == "length" else f"finished: {out.finish_reason}",
     )
 
 
-def run_in_fresh_process(job: Job) -> int:
-    """Fork, run the job there, and return its exit status."""
+def serve(job: Job, commands: IO[str], results: IO[str]) -> None:
+    """Start the engine and do as told, until told to end."""
+
+    def say(**result: Any) -> None:
+        sys.stdout.flush()
+        print(json.dumps(result), file=results, flush=True)
+
+    llm = start(job)
+    say(groups=describe_groups())
+    for line in commands:
+        match json.loads(line):
+            case {"ask": requests, "together": together, "max_tokens": max_tokens}:
+                asked = [_request(**request) for request in requests]
+                batches = [asked] if together else [[request] for request in asked]
+                answers = []
+                for batch in batches:
+                    answers += ask(llm, batch, max_tokens or job.max_tokens)
+                    print(f"answered {len(answers)} of {len(asked)}", flush=True)
+                say(answers=[asdict(answer) for answer in answers])
+            case {"call": name, "args": args}:
+                module, _, function = name.partition(":")
+                called = getattr(importlib.import_module(module), function)
+                try:
+                    say(result=called(llm, *args))
+                except Exception as e:
+                    traceback.print_exc()
+                    say(error=f"{type(e).__name__}: {e}")
+            case _:
+                return
+
+
+def _request(adapter: dict[str, Any] | None, **fields: Any) -> Request:
+    return Request(adapter=Adapter(**adapter) if adapter else None, **fields)
+
+
+def serve_in_fresh_process(job: Job, commands: IO[str], results: IO[str]) -> int:
+    """Fork, serve there, and return the process's exit status."""
     pid = os.fork()
     if pid == 0:
         log = os.open(job.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(log, 1)
         os.dup2(log, 2)
         try:
-            run(job)
+            serve(job, commands, results)
             sys.stdout.flush()
             status = 0
         except BaseException:
@@ -203,22 +307,24 @@ def run_in_fresh_process(job: Job) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def main(paths: list[str]) -> int:
-    jobs = [Job(**json.loads(Path(path).read_text())) for path in paths]
+def main(runner: str) -> None:
     # Some releases log to the standard output as they are imported.
-    report = os.fdopen(os.dup(1), "w")
+    results = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if any(job.runner == "v2" for job in jobs):
+    # Engines' own children must not read the commands.
+    commands = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    if runner == "v2":
         run_v2_on_cpu()
     for module in _SLOW_IMPORTS:
         importlib.import_module(module)
-    for job in jobs:
-        status = run_in_fresh_process(job)
-        print(job.name, status, file=report, flush=True)
-        if status:
-            return status
-    return 0
+    # Whoever sends the commands waits for each result: nothing is read ahead.
+    for line in commands:
+        # An engine that ended by itself left its last commands unread.
+        if (job := json.loads(line).get("start")) is not None:
+            status = serve_in_fresh_process(Job(**job), commands, results)
+            print(json.dumps({"ended": status}), file=results, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(*sys.argv[1:])

@@ -1,15 +1,15 @@
 """The round trip: a second engine answers from the first one's cache, bit for bit."""
 
-import json
+import math
 import random
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,11 +17,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from scripts.engines import environment, models, server
+from scripts.engines import environment, models, server, session
 from scripts.engines.engine import Answer, Job
 
 BLOCK_SIZE = 256
-"""Tokens per logical block of the tiny models."""
+"""Tokens per logical block of the models "hybrid" and "plain"."""
 KERNEL_MULTIPLE = 32
 """Tokens that a kernel block of vLLM's CPU attention must be a multiple of."""
 PROMPT_TOKENS = (1300, 1400, 1550)
@@ -81,11 +81,11 @@ def run_engines(
     notify: Notify = print,
     env: Mapping[str, str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Run the jobs' engines one after the other; returns what each wrote.
+    """Run the jobs' engines one after the other; returns what each answered.
 
     Args:
         jobs: All for the same model runner.
-        folder: Gets the jobs and what their common process prints.
+        folder: Gets what their common process prints.
         notify: Told each engine as it starts.
         env: Further environment variables of the engines.
 
@@ -93,36 +93,19 @@ def run_engines(
         server.StepFailed: naming the engine that failed and its log.
 
     """
-    paths = []
-    for job in jobs:
-        path = folder / f"{job.name}.json"
-        path.write_text(json.dumps(asdict(job)))
-        paths.append(str(path))
-    command = [sys.executable, "-m", "scripts.engines.engine", *paths]
-    log = folder / "engines.log"
-    with (
-        log.open("wb") as err,
-        server.ended_with_us(
-            subprocess.Popen(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=err,
-                text=True,
-                env={**server.engine_env(), **(env or {})},
-                cwd=environment.ROOT,
-                start_new_session=True,
-            )
-        ) as process,
-    ):
-        assert process.stdout is not None
-        for job in jobs:
-            notify(f"engine {job.name}")
-            name, _, status = process.stdout.readline().partition(" ")
-            if status.strip() != "0":
-                raise server.StepFailed(
-                    f"engine {job.name}", Path(job.log) if name else log
-                )
-    return [json.loads(Path(job.output).read_text()) for job in jobs]
+    with session.host(folder / "engines.log", jobs[0].runner, env) as host:
+        return [_run_engine(host, job, notify) for job in jobs]
+
+
+def _run_engine(host: session.Host, job: Job, notify: Notify) -> dict[str, Any]:
+    notify(f"engine {job.name}")
+    with host.engine(job) as engine:
+        rounds = [engine.ask(job.prompts) for _ in range(job.passes)]
+        groups = engine.groups
+    if any(answer.error for answers in rounds for answer in answers):
+        raise server.StepFailed(f"engine {job.name}", engine.log)
+    done = [[asdict(answer) for answer in answers] for answers in rounds]
+    return {"rounds": done, "answers": done[-1], "groups": groups}
 
 
 def compare(prompt_ids: Sequence[Sequence[int]], *engines: dict[str, Any]) -> list[Row]:
@@ -142,6 +125,17 @@ def compare(prompt_ids: Sequence[Sequence[int]], *engines: dict[str, Any]) -> li
     ]
 
 
+def difference(answer: Answer, reference: Answer) -> float:
+    """The largest difference of a token's log-probability; 0.0 for equal answers only.
+
+    Infinite if there is no answer.
+    """
+    if answer.error:
+        return math.inf
+    largest = _largest_difference(answer.logprobs, reference.logprobs)
+    return largest if answer.token_ids == reference.token_ids else largest or math.inf
+
+
 def _largest_difference(a: Sequence[float], b: Sequence[float]) -> float:
     differences = [abs(x - y) for x, y in zip(a, b, strict=True)]
     return next((d for d in differences if d != d), max(differences))
@@ -152,15 +146,19 @@ class Case:
     """What a round trip is made with."""
 
     model: str
-    """"hybrid" or "plain" (scripts/engines/models.py)."""
+    """Of ``models.FAMILIES``."""
     kernel_block_size: int
-    """Tokens per kernel block, of 256 per logical block."""
+    """Tokens per kernel block, a part of the family's logical block."""
     seed: int = 0
     """Of the prompts."""
 
     @property
     def name(self) -> str:
         return f"{self.model}-{self.kernel_block_size}-{self.seed}"
+
+    @property
+    def family(self) -> models.Family:
+        return models.FAMILIES[self.model]
 
 
 def jobs(
@@ -178,13 +176,12 @@ def jobs(
             name=name,
             model=str(models.make(case.model, environment.CACHE / "models")),
             prompts=prompts(seed=case.seed),
-            output=str(folder / f"{name}-answers.json"),
             log=str(folder / f"{name}.log"),
             runner=runner,
             kernel_block_size=case.kernel_block_size,
             max_tokens=MAX_TOKENS,
             engine_args={
-                "block_size": BLOCK_SIZE,
+                "block_size": case.family.block_size,
                 "num_gpu_blocks_override": _NUM_BLOCKS,
             },
             **changes,
@@ -203,8 +200,8 @@ def run(
     """Store with one engine, retrieve with another, compare with vLLM's own cache.
 
     Args:
-        folder: Gets the logs and answers.
-        cases: The round trips, which share one LMCache server.
+        folder: Gets the logs.
+        cases: The round trips. Neighbors of one chunk size share an LMCache server.
         runner: Model runner, "v1" or "v2".
         notify: Told each step as it starts.
 
@@ -213,25 +210,26 @@ def run(
 
     """
     folder.mkdir(parents=True, exist_ok=True)
-    notify("starting the LMCache server")
-    with server.running(folder / "server.log") as lmcache:
-        transfer = lmcache.connector("LMCacheLogicalConnector")
-        engines = run_engines(
-            [job for case in cases for job in jobs(folder, transfer, case, runner)],
-            folder,
-            notify,
-        )
     trips = {}
-    for i, case in enumerate(cases):
-        three = engines[3 * i : 3 * i + 3]
-        rows = compare(prompts(seed=case.seed), *three)
-        trips[case] = RoundTrip(rows, three[1]["groups"])
+    with session.host(folder / "engines.log", runner) as host:
+        for chunk_size, some in groupby(cases, lambda case: case.family.chunk_size):
+            notify("starting the LMCache server")
+            log = folder / f"server-{chunk_size}.log"
+            with server.running(log, chunk_size=chunk_size) as lmcache:
+                transfer = lmcache.connector("LMCacheLogicalConnector")
+                for case in some:
+                    three = [
+                        _run_engine(host, job, notify)
+                        for job in jobs(folder, transfer, case, runner)
+                    ]
+                    rows = compare(prompts(seed=case.seed), *three)
+                    trips[case] = RoundTrip(rows, three[1]["groups"])
     return trips
 
 
-class ModelChoice(str, Enum):
-    hybrid = "hybrid"
-    plain = "plain"
+ModelChoice = Enum(  # type: ignore[misc]
+    "ModelChoice", {name: name for name in models.FAMILIES}, type=str
+)
 
 
 class RunnerChoice(str, Enum):
@@ -243,15 +241,17 @@ def main(
     kernel_block_size: Annotated[
         list[int],
         typer.Option(
-            help="Tokens per kernel block, of 256 per logical block. May be repeated."
+            help="Tokens per kernel block, which divide the model's logical block "
+            "(256 for hybrid and plain). May be repeated."
         ),
     ] = [KERNEL_MULTIPLE],  # noqa: B006
     model: Annotated[
         list[ModelChoice],
         typer.Option(
-            help="Tiny model: with Mamba layers, or without. May be repeated."
+            help="Tiny model: with Mamba layers, without, or of another family. May be "
+            "repeated.",
         ),
-    ] = [ModelChoice.hybrid],  # noqa: B006
+    ] = [ModelChoice("hybrid")],  # noqa: B006, B008
     runner: Annotated[
         RunnerChoice, typer.Option(help="vLLM's model runner.")
     ] = RunnerChoice.v1,
@@ -268,17 +268,19 @@ def main(
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     console = Console(stderr=True)
-    for size in kernel_block_size:
-        if size <= 0 or BLOCK_SIZE % size or size % KERNEL_MULTIPLE:
+    cases = [Case(m.value, size) for m in model for size in kernel_block_size]
+    for case in cases:
+        size, block_size = case.kernel_block_size, case.family.block_size
+        if size <= 0 or block_size % size or size % KERNEL_MULTIPLE:
             console.print(
                 f"error: --kernel-block-size {size}: the CPU kernels take a multiple "
-                f"of {KERNEL_MULTIPLE} that divides {BLOCK_SIZE}; try 32 or 256",
+                f"of {KERNEL_MULTIPLE} that divides {case.model}'s blocks of "
+                f"{block_size}; try {KERNEL_MULTIPLE} or {block_size}",
                 style="red",
                 soft_wrap=True,
             )
             raise typer.Exit(2)
     folder = environment.CACHE / "runs" / time.strftime("%Y%m%d-%H%M%S")
-    cases = [Case(m.value, size) for m in model for size in kernel_block_size]
     with _progress(console) as notify:
         try:
             trips = run(folder, cases, runner.value, notify)

@@ -6,15 +6,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 CHUNK_SIZE = 256
 """Tokens per LMCache chunk: one logical block of the tiny models."""
+SEPARATE = ("--separate-object-groups",)
+"""What a server of models with more than full attention needs."""
 
 _SHARED_MEMORY = Path("/dev/shm")
 # lmcache/v1/platform/devices/cpu/shm.py, CpuShmTensorWrapper.SHM_NAME_PREFIX
@@ -22,18 +22,78 @@ _SEGMENT_PREFIX = "lmcache_kv_"
 
 
 class StepFailed(Exception):
-    """A step of the round trip failed; names the step and its log."""
+    """A step failed; names the step and its log."""
 
     def __init__(self, step: str, log: Path | None = None) -> None:
         super().__init__(f"{step} failed" + (f"; its log is {log}" if log else ""))
+        self.log = log
 
 
-@dataclass(frozen=True)
 class Server:
-    port: int
-    """Message port, for engines."""
-    http_port: int
-    process: psutil.Process
+    """An LMCache server, which can be killed and started again on its ports."""
+
+    def __init__(self, log: Path, timeout: float = 120) -> None:
+        self.port, self.http_port = free_ports(2)
+        """Message port, for engines, and the one of its HTTP interface."""
+        self._log = log
+        self._timeout = timeout
+        self._running = ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(
+        self, options: Sequence[str] = SEPARATE, chunk_size: int = CHUNK_SIZE
+    ) -> None:
+        """Start it and wait until it listens.
+
+        Raises:
+            StepFailed: if it does not within the timeout.
+
+        """
+        command = [sys.executable, "-m", "lmcache.cli.main", "server"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--http-host", "127.0.0.1", "--http-port", str(self.http_port)]
+        command += ["--chunk-size", str(chunk_size), "--l1-size-gb", "2"]
+        command += ["--eviction-policy", "LRU", *options]
+        out = self._running.enter_context(self._log.open("ab"))
+        before = self._log.stat().st_size
+        self._process = self._running.enter_context(
+            ended_with_us(
+                subprocess.Popen(
+                    command,
+                    stdout=out,
+                    stderr=out,
+                    env=engine_env(),
+                    start_new_session=True,
+                )
+            )
+        )
+        deadline = time.monotonic() + self._timeout
+        while b"Application startup complete" not in self._log.read_bytes()[before:]:
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise StepFailed("starting the LMCache server", self._log)
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        self._running.close()
+        self._process = None
+
+    def kill(self) -> None:
+        """End it at once, as ``kill -9`` does."""
+        assert self._process is not None
+        self._process.kill()
+        self.stop()
+
+    def restart(
+        self, options: Sequence[str] = SEPARATE, chunk_size: int = CHUNK_SIZE
+    ) -> None:
+        """Kill it and start it, with an empty cache, on the same ports."""
+        self.kill()
+        self.start(options, chunk_size)
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
 
     def connector(self, name: str, **extra: object) -> dict[str, object]:
         """The ``--kv-transfer-config`` of an engine that uses this server."""
@@ -51,8 +111,9 @@ class Server:
 @contextmanager
 def running(
     log: Path,
-    options: Sequence[str] = ("--separate-object-groups",),
+    options: Sequence[str] = SEPARATE,
     timeout: float = 120,
+    chunk_size: int = CHUNK_SIZE,
 ) -> Iterator[Server]:
     """Run ``lmcache server`` on free ports until the block ends.
 
@@ -60,26 +121,13 @@ def running(
         StepFailed: if it does not start within ``timeout`` seconds.
 
     """
-    port, http_port = free_ports(2)
-    command = [sys.executable, "-m", "lmcache.cli.main", "server"]
-    command += ["--host", "127.0.0.1"]
-    command += ["--port", str(port), "--http-host", "127.0.0.1"]
-    command += ["--http-port", str(http_port), "--chunk-size", str(CHUNK_SIZE)]
-    command += ["--l1-size-gb", "2", "--eviction-policy", "LRU", *options]
-    with (
-        log.open("wb") as out,
-        ended_with_us(_popen(command, stdout=out, stderr=out)) as process,
-    ):
-        deadline = time.monotonic() + timeout
-        while b"Application startup complete" not in log.read_bytes():
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise StepFailed("starting the LMCache server", log)
-            time.sleep(0.2)
-        yield Server(port, http_port, psutil.Process(process.pid))
-
-
-def _popen(command: list[str], **kwargs: Any) -> subprocess.Popen:
-    return subprocess.Popen(command, env=engine_env(), start_new_session=True, **kwargs)
+    log.write_bytes(b"")
+    lmcache = Server(log, timeout)
+    try:
+        lmcache.start(options, chunk_size)
+        yield lmcache
+    finally:
+        lmcache.stop()
 
 
 @contextmanager
