@@ -6,7 +6,9 @@ of either is read here.
 
 import json
 import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from vllm_patches.errors import PatchesError
 # lmcache_hook/connector.py logs it.
 _LINE = re.compile(r"KV cache fingerprint ([0-9a-f]{64}) (\{.*\})")
 _MISSING = "none"
+_SHOWN = 80
+"""Characters of a value that are shown."""
 
 
 @dataclass(frozen=True)
@@ -23,8 +27,13 @@ class Fingerprint:
 
     digest: str
     contract: int
-    groups: list[list[dict[str, Any]]]
-    """Per KV cache group, the distinct page formats of its layers."""
+    model: dict[str, Any]
+    """What of the model's resolved config decides the values in a page."""
+    parallel: dict[str, Any]
+    """How tokens and heads are split over ranks."""
+    pages: list[dict[str, Any]]
+    """Piece of a chunk -> the formats of its pages, and each layer's group and
+    format."""
 
 
 def read(path: Path) -> Fingerprint:
@@ -44,50 +53,99 @@ def read(path: Path) -> Fingerprint:
             f"{path} has no line `KV cache fingerprint ...`: take the log of an engine "
             "that runs LMCacheLogicalConnector."
         )
-    digest, document = lines[-1]
+    digest, line = lines[-1]
     try:
-        parsed = json.loads(document)
-        return Fingerprint(digest, parsed["contract"], parsed["groups"])
-    except (json.JSONDecodeError, KeyError) as e:
+        document = json.loads(line)
+        pages = [document["pages"][i] for i in document.get("ranks", ())]
+        return Fingerprint(
+            digest,
+            document["contract"],
+            document.get("model", {}),
+            document.get("parallel", {}),
+            pages,
+        )
+    except (json.JSONDecodeError, KeyError, IndexError, TypeError) as e:
         raise PatchesError(
             f"{path}: the fingerprint line is cut off or not this tool's ({e})."
         ) from None
 
 
 def explain(here: Fingerprint, there: Fingerprint) -> list[str]:
-    """One line per field that differs; none if the engines can share pages.
+    """One line per thing that differs; none if the engines can share pages.
 
     Raises:
         PatchesError: if the two follow different contract versions, whose fields
             cannot be held against each other.
 
     """
+    if here.digest == there.digest:
+        return []
     if here.contract != there.contract:
         raise PatchesError(
             f"contract version {here.contract} here, {there.contract} there: install "
             "one vllm-logical-blocks version for both engines."
         )
-    if here.digest == there.digest:
-        return []
-    lines = []
-    for group_id in range(max(len(here.groups), len(there.groups))):
-        ours, theirs = (
-            side.groups[group_id] if group_id < len(side.groups) else []
-            for side in (here, there)
+    lines = [f"model: {d}" for d in _differences(here.model, there.model)]
+    if split := list(_differences(here.parallel, there.parallel)):
+        lines.append(f"parallel: {'; '.join(split)}")
+    lines += _page_lines(here.pages, there.pages)
+    return lines or ["the digests differ, and nothing in the logs says why"]
+
+
+def _page_lines(ours: list[Any], theirs: list[Any]) -> Iterator[str]:
+    if len(ours) != len(theirs):
+        yield f"ranks with pages of their own: {len(ours)} here, {len(theirs)} there"
+        return
+    said = ((rank, _rank(*both)) for rank, both in enumerate(zip(ours, theirs)))
+    for line, ranks in groupby(said, key=lambda pair: pair[1]):
+        if line:
+            yield f"{_numbers('rank', [rank for rank, _ in ranks])}{line}"
+
+
+def _rank(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """What differs in one rank's pages; empty if nothing does."""
+    layers = [ours["layers"], theirs["layers"]]
+    if len(layers[0]) != len(layers[1]):
+        return f": {len(layers[0])} layers here, {len(layers[1])} there"
+    pairs = [
+        tuple(
+            {"group": group} | side["formats"][i]
+            for side, (group, i) in zip((ours, theirs), both)
         )
-        for i in range(max(len(ours), len(theirs))):
-            a, b = (side[i] if i < len(side) else {} for side in (ours, theirs))
-            kind = a.get("kind") or b.get("kind")
-            lines += [
-                f"group {group_id}, {kind}: {field.replace('_', ' ')} "
-                f"{_show(a.get(field))} here, {_show(b.get(field))} there"
-                for field in {**a, **b}
-                if a.get(field) != b.get(field)
-            ]
-    return lines
+        for both in zip(*layers)
+    ]
+    differing = [i for i, (a, b) in enumerate(pairs) if a != b]
+    if not differing:
+        return ""
+    first = pairs[differing[0]]
+    of = f" of {len(pairs)}" if len(pairs) > 1 else ""
+    kind = first[0].get("kind") or first[1].get("kind")
+    return f", {_numbers('layer', differing)}{of} ({kind}): " + "; ".join(
+        _differences(*first)
+    )
+
+
+def _numbers(word: str, numbers: Iterable[int]) -> str:
+    numbers = list(numbers)
+    runs = []
+    for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        members = [number for _, number in run]
+        runs.append("-".join(map(str, sorted({members[0], members[-1]}))))
+    return f"{word}{'s' if len(numbers) > 1 else ''} {', '.join(runs)}"
+
+
+def _differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """What differs, field by field, in nested dicts of JSON values."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for field in {**ours, **theirs}:
+            inner = f"{path}.{field}" if path else field.replace("_", " ")
+            yield from _differences(ours.get(field), theirs.get(field), inner)
+    elif ours != theirs:
+        yield f"{path} {_show(ours)} here, {_show(theirs)} there"
 
 
 def _show(value: Any) -> str:
     if value in (None, "", []):
         return _MISSING
-    return value if isinstance(value, str) else json.dumps(value)
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -316,7 +316,8 @@ def _transferred_layers(
     sizes = dict(enumerate(kernel_block_sizes))
     specs: dict[int, Any] = {}
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
-        spec = group_spec = group.kv_cache_spec
+        group_spec: Any = group.kv_cache_spec
+        spec = group_spec
         for name in group.layer_names:
             kv_cache = kv_caches.get(name)
             if isinstance(group_spec, UniformTypeKVCacheSpecs):
