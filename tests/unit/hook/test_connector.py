@@ -1,13 +1,23 @@
-"""The connector's refusals, and the memory it shares with LMCache on the CPU."""
+"""The connector's refusals and defaults, and the memory it shares with LMCache."""
 
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
-from lmcache_hook import cpu_memory
-from lmcache_hook.connector import LMCacheLogicalConnector
+from lmcache_hook import connector, cpu_memory, request_key
+from lmcache_hook.connector import LMCacheLogicalConnector, WorkerMetadata
+from tests.unit.hook import engines
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    return engines.configure(engines.save_config(tmp_path))
 
 
 def test_unpatched_vllm_is_refused_with_the_command() -> None:
@@ -27,16 +37,16 @@ def test_unpatched_vllm_is_refused_with_the_command() -> None:
 
 
 def test_kernel_paged_tensors_are_refused() -> None:
-    connector = object.__new__(LMCacheLogicalConnector)
+    refusing = object.__new__(LMCacheLogicalConnector)
     with pytest.raises(RuntimeError, match="vllm-patches apply"):
-        connector.register_kv_caches({})
+        refusing.register_kv_caches({})
 
 
 def test_no_lookup_before_the_fingerprint_is_known() -> None:
-    connector = object.__new__(LMCacheLogicalConnector)
-    connector.fingerprint = None
+    refusing = object.__new__(LMCacheLogicalConnector)
+    refusing.fingerprint = None
     with pytest.raises(RuntimeError, match="never told the workers' fingerprint"):
-        connector._get_or_create_request_tracker(None)
+        refusing._get_or_create_request_tracker(None)  # type: ignore[arg-type]
 
 
 def test_vllm_finds_the_connector_by_name() -> None:
@@ -46,6 +56,114 @@ def test_vllm_finds_the_connector_by_name() -> None:
     load_general_plugins()
     found = KVConnectorFactory.get_connector_class_by_name("LMCacheLogicalConnector")
     assert found is LMCacheLogicalConnector
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(ValueError) as refused:
+        connector._refuse(config)
+    return str(refused.value)
+
+
+def test_backends_that_cannot_read_a_cached_prefix(config: Any) -> None:
+    """vLLM turns both off for them (vllm/platforms/cpu.py); a person, one of them."""
+    connector._refuse(config)
+    config.cache_config.enable_prefix_caching = False
+    connector._refuse(config)
+    config.scheduler_config.enable_chunked_prefill = False
+    assert "cannot read a cached prefix" in refusal(config)
+
+
+def test_ranks_that_schedule_by_themselves(config: Any) -> None:
+    config.parallel_config.distributed_executor_backend = "external_launcher"
+    connector._refuse(config)
+    config.parallel_config.world_size = 2
+    assert "Use the mp executor" in refusal(config)
+
+
+def test_sleep_that_connectors_are_not_told_of(
+    config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config.model_config.enable_sleep_mode = True
+    if not hasattr(KVConnectorBase_V1, "restore_kv_caches"):
+        assert "--enable-sleep-mode" in refusal(config)
+        told = {"restore_kv_caches": lambda self: None}
+        for name, method in told.items():
+            monkeypatch.setattr(KVConnectorBase_V1, name, method, raising=False)
+    connector._refuse(config)
+
+
+def test_options_that_do_nothing_here(config: Any) -> None:
+    transfer = config.kv_transfer_config
+    option = "lmcache.mp.transfer_intermediate_tensors"
+    transfer.kv_connector_extra_config[option] = True
+    assert f"{option} does nothing" in refusal(config)
+
+
+def configured(config: Any, **extra: Any) -> dict[str, Any]:
+    transfer = config.kv_transfer_config
+    given = {f"lmcache.mp.{name.replace('__', '.')}": v for name, v in extra.items()}
+    transfer.kv_connector_extra_config = given
+    before = dict(given)
+    connector._configure(transfer, 544)
+    assert given == before, "the operator's own is not edited"
+    return transfer.kv_connector_extra_config
+
+
+def test_defaults(config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LMCACHE_MP_TRANSFER_MODE", raising=False)
+    assert configured(config)["lmcache.mp.mp_transfer_mode"] == "lmcache_driven"
+    assert config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    own = configured(config, mp_transfer_mode="engine_driven", mq_timeout=7)
+    assert own["lmcache.mp.mp_transfer_mode"] == "engine_driven"
+    assert own["lmcache.mp.mq_timeout"] == 7
+    monkeypatch.setenv("LMCACHE_MP_TRANSFER_MODE", "engine_driven")
+    assert "lmcache.mp.mp_transfer_mode" not in configured(config)
+
+
+def test_autostarted_server(config: Any) -> None:
+    args = "lmcache.mp.autostart.server_args"
+    assert args not in configured(config)
+    said = configured(config, autostart=True)[args]
+    assert said.split() == ["--separate-object-groups", "--chunk-size", "544"]
+    own = configured(config, autostart=True, autostart__server_args="--chunk-size 1088")
+    assert own[args] == "--chunk-size 1088 --separate-object-groups"
+
+
+def test_one_unhealthy_worker_is_told_of() -> None:
+    well, ill = WorkerMetadata({}), WorkerMetadata({"a": 1}, is_healthy=False)
+    assert well.aggregate(well).is_healthy
+    for both in (well.aggregate(ill), ill.aggregate(well)):
+        assert not both.is_healthy
+        assert both.completed_store_requests == {"a": 1}
+
+
+def test_an_unhealthy_worker_stops_the_lookups() -> None:
+    import threading
+
+    scheduler = object.__new__(LMCacheLogicalConnector)
+    scheduler.lazy_offload = False
+    event = threading.Event()
+    scheduler.scheduler_adapter = SimpleNamespace(_health_events={"url": event})
+    for is_healthy in (True, False):
+        event.set()
+        output: Any = SimpleNamespace(
+            kv_cache_events=None,
+            kv_connector_worker_meta=WorkerMetadata({}, is_healthy=is_healthy),
+        )
+        scheduler.update_connector_output(output)
+        assert event.is_set() == is_healthy
+
+
+@pytest.mark.parametrize("cache_salt", [None, "", "tenant-7", "a" * 32])
+def test_salts_that_lmcache_takes(cache_salt: str | None) -> None:
+    assert request_key.salt(cache_salt) == (cache_salt or "")
+
+
+@pytest.mark.parametrize("cache_salt", ["a" * 33, "a/b", "a@b", "a\\b", "a\0b", "\n/"])
+def test_salts_that_it_does_not(cache_salt: str) -> None:
+    said = request_key.salt(cache_salt)
+    assert len(said) == 32 and bytes.fromhex(said)
+    assert said != request_key.salt(cache_salt + "x")
 
 
 def test_zeros_in_the_pool_are_lmcaches_shared_memory() -> None:
