@@ -256,16 +256,14 @@ def digest(document: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Layer:
+class _Layer(NamedTuple):
     """One layer of a KV cache group, and what is known of its KV cache."""
 
     name: str
     group_id: int
     spec: Any
     kv_cache: Any
-    kernel_block_size: int | None
-    """Its group's."""
+    kernel_block_size: int | None  # Its group's.
     placement: compat.Placement | None
     backend: AttnBackend
     is_host_resident: bool
@@ -278,31 +276,30 @@ class _Layer:
 class _KernelPages(NamedTuple):
     """How a bound tensor's kernel pages lie in memory, in bytes."""
 
-    stride: int | None
-    """From one kernel page to the next; None for a single one."""
-    span: int
-    """From the first byte of a kernel page to the last."""
-    is_dense: bool
-    """Whether a kernel page has no bytes between its elements."""
+    stride: int | None  # From one to the next; None for a single one.
+    span: int  # From the first byte of one to the last.
+    is_dense: bool  # Whether one has no bytes between its elements.
 
 
 class _Geometry(NamedTuple):
     """What layers of one spec, shape and stride have in common."""
 
+    block_size: int
     kernel_block_size: int
-    bound_stride: int | None
-    """Bytes from one page to the next in the bound tensor; None for a single one."""
+    page_size: int
+    stride: int  # From one page to the next, in bytes.
     slots: int
     view: tuple[torch.dtype, list[int], list[int]] | None
-    """The view's dtype and its dims and strides within a page, in elements; None for
-    the bound tensor itself."""
+    """The view's dtype, and its dims and strides in elements; None for the bound
+    tensor itself."""
 
 
 class _Paged(NamedTuple):
+    """Layer name -> its view, and its pages; id() of a KV cache -> whose it is."""
+
     views: dict[str, Any]
     blocks: dict[str, LogicalBlocks]
     owners: dict[int, str]
-    """id() of a bound KV cache -> the layer whose pages it holds."""
 
 
 def _transferred_layers(
@@ -382,19 +379,58 @@ def _page(layers: Iterable[_Layer], num_blocks: int, kv_layout: str) -> _Paged:
         kind = _kind(layer)
         if (geometry := geometries.get(kind)) is None:
             geometry = geometries[kind] = _geometry(layer, num_blocks, kv_layout)
-        reason = geometry if isinstance(geometry, str) else None
-        if not isinstance(geometry, str):
-            reason = _misplaced(layer, geometry, num_blocks)
-        if isinstance(geometry, str) or reason:
-            refusals.append(f"{layer}: {reason}")
+        pages: LogicalBlocks | str = (
+            geometry
+            if isinstance(geometry, str)
+            else (_place(layer, geometry, num_blocks))
+        )
+        if isinstance(geometry, str) or isinstance(pages, str):
+            refusals.append(f"{layer}: {pages}")
             continue
-        owners[id(layer.kv_cache)] = layer
-        blocks[layer.name] = _blocks(layer, geometry, num_blocks)
-        views[layer.name] = _view(layer, geometry, blocks[layer.name])
+        owners[id(layer.kv_cache)], blocks[layer.name] = layer, pages
+        views[layer.name] = layer.kv_cache
+        if geometry.view is not None:
+            views[layer.name] = pages.view(*geometry.view)
     if refusals:
         lines = "".join(f"\n  - {refusal}" for refusal in refusals)
         raise ValueError(f"The KV cache cannot be addressed by block ids:{lines}")
     return _Paged(views, blocks, {key: layer.name for key, layer in owners.items()})
+
+
+def _place(layer: _Layer, geometry: _Geometry, num_blocks: int) -> LogicalBlocks | str:
+    """The layer's pages, or why the bound tensor does not hold them."""
+    assert layer.placement is not None
+    bound = _tensors(layer.kv_cache)[0]
+    at = bound.storage_offset() * bound.element_size()
+    offset = at if layer.placement.offset is None else layer.placement.offset
+    page, stride = geometry.page_size, geometry.stride
+    if at != offset:
+        return _elsewhere(at, stride, offset, stride)
+    size = bound.untyped_storage().nbytes()
+    if page > stride or offset + (num_blocks - 1) * stride + page > size:
+        return (
+            f"{num_blocks} pages of {page} bytes, {stride} apart from byte {offset} "
+            f"on, overlap or pass the end of its {size}-byte storage. Bind tensors of "
+            "the KV cache config's num_blocks."
+        )
+    return LogicalBlocks(
+        block_size=geometry.block_size,
+        kernel_block_size=geometry.kernel_block_size,
+        num_blocks=num_blocks,
+        page_size_bytes=page,
+        block_stride_bytes=stride,
+        slots_per_block=geometry.slots,
+        page_offset_bytes=offset,
+        bound=bound,
+    )
+
+
+def _elsewhere(at: int, apart: int, offset: int | None, stride: int) -> str:
+    return (
+        f"its pages start at byte {at} and lie {apart} apart, the KV cache config puts "
+        f"them at byte {at if offset is None else offset}, {stride} apart. Bind the "
+        "tensors that the config describes."
+    )
 
 
 def _tensors(kv_cache: Any) -> Sequence[Any]:
@@ -411,6 +447,7 @@ def _kind(layer: _Layer) -> Any:
         id(layer.spec),
         layer.group_id,
         layer.backend,
+        layer.placement and layer.placement.block_stride,
         type(layer.kv_cache),
         *((t.shape, t.stride(), t.dtype, t.device) for t in tensors),
         *(t.data_ptr() - tensors[0].data_ptr() for t in tensors[1:]),
@@ -433,6 +470,11 @@ def _geometry(layer: _Layer, num_blocks: int, kv_layout: str) -> _Geometry | str
         return (
             "its pages lie in a pool of the host's with block ids of its own. Run this "
             "model without this KV connector, or without that pool."
+        )
+    if layer.placement is None:
+        return (
+            "the KV cache config places no tensor for it. Hand over the config that "
+            "its KV cache was allocated by."
         )
     if isinstance(layer.spec, MambaSpec):
         return _mamba_geometry(layer, num_blocks, kv_layout)
@@ -475,11 +517,10 @@ def _attention_geometry(
         return reason
     stride = kernel_pages.stride and kernel_pages.stride * k
     slots = compat.num_states(spec)
-    if k == 1 and block_size % slots == 0:
-        return _Geometry(kernel_block_size, stride, slots, None)
-    planes = layer.backend.planes
-    slots, view = _opaque(spec, bound.dtype, slots, planes, bound.ndim, kv_layout)
-    return _Geometry(kernel_block_size, stride, slots, view)
+    is_whole = k == 1 and block_size % slots == 0
+    planes = None if is_whole else layer.backend.planes
+    shape = (slots, planes, bound.ndim, kv_layout)
+    return _view(layer, kernel_block_size, num_blocks, stride, *shape)
 
 
 def _mamba_geometry(layer: _Layer, num_blocks: int, kv_layout: str) -> _Geometry | str:
@@ -519,9 +560,9 @@ def _mamba_geometry(layer: _Layer, num_blocks: int, kv_layout: str) -> _Geometry
                 f"spec puts them at {expected}, {spec.page_size_bytes} apart. Bind the "
                 "states in the order of the spec's shapes, from the page's base."
             )
-    tokens = spec.block_size
-    slots, view = _opaque(spec, tensors[0].dtype, tokens, planes, ndim, kv_layout)
-    return _Geometry(tokens, strides.pop(), slots, view)
+    tokens, stride = spec.block_size, strides.pop()
+    shape = (tokens, planes, ndim, kv_layout)
+    return _view(layer, tokens, num_blocks, stride, *shape)
 
 
 def _kernel_pages(bound: Any, block_dim: int, num_pages: int) -> _KernelPages | str:
@@ -571,88 +612,44 @@ def _not_whole(spec: Any, kernel_pages: _KernelPages, k: int) -> str | None:
     )
 
 
-def _misplaced(layer: _Layer, geometry: _Geometry, num_blocks: int) -> str | None:
-    """Why the bound tensor's pages are not those of the KV cache config, if so."""
-    if layer.placement is None:
-        return (
-            "the KV cache config places no tensor for it. Hand over the config that "
-            "its KV cache was allocated by."
-        )
-    bound, page = _tensors(layer.kv_cache)[0], layer.spec.page_size_bytes
-    offset, stride = _place(layer)
-    at = bound.storage_offset() * bound.element_size()
-    if (at, geometry.bound_stride or stride) != (offset, stride):
-        return (
-            f"its pages start at byte {at} and lie {geometry.bound_stride} apart, the "
-            f"KV cache config puts them at byte {offset}, {stride} apart. Bind the "
-            "tensors that the config describes."
-        )
-    size = bound.untyped_storage().nbytes()
-    if page > stride or offset + (num_blocks - 1) * stride + page > size:
-        return (
-            f"{num_blocks} pages of {page} bytes, {stride} apart from byte {offset} "
-            f"on, overlap or pass the end of its {size}-byte storage. Bind tensors of "
-            "the KV cache config's num_blocks."
-        )
-    return None
-
-
-def _place(layer: _Layer) -> tuple[int, int]:
-    """Bytes to the layer's page 0 in its storage, and from one page to the next."""
-    assert layer.placement is not None
-    offset, stride = layer.placement
-    if offset is None:
-        bound = _tensors(layer.kv_cache)[0]
-        offset = bound.storage_offset() * bound.element_size()
-    return offset, stride or layer.spec.page_size_bytes
-
-
-def _blocks(layer: _Layer, geometry: _Geometry, num_blocks: int) -> LogicalBlocks:
-    offset, stride = _place(layer)
-    return LogicalBlocks(
-        block_size=layer.spec.block_size,
-        kernel_block_size=geometry.kernel_block_size,
-        num_blocks=num_blocks,
-        page_size_bytes=layer.spec.page_size_bytes,
-        block_stride_bytes=stride,
-        slots_per_block=geometry.slots,
-        page_offset_bytes=offset,
-        bound=_tensors(layer.kv_cache)[0],
-    )
-
-
-def _view(layer: _Layer, geometry: _Geometry, blocks: LogicalBlocks) -> torch.Tensor:
-    if geometry.view is None:
-        return layer.kv_cache
-    dtype, dims, strides = geometry.view
-    stride = blocks.block_stride_bytes // dtype.itemsize
-    return blocks.view(dtype, (blocks.num_blocks, *dims), (stride, *strides))
-
-
-def _opaque(
-    spec: Any,
-    dtype: torch.dtype,
+def _view(
+    layer: _Layer,
+    kernel_block_size: int,
+    num_blocks: int,
+    bound_stride: int | None,
     slots: int,
-    planes: int,
+    planes: int | None,
     ndim: int,
     kv_layout: str,
-) -> tuple[int, tuple[torch.dtype, list[int], list[int]]]:
-    """A page as ``planes`` times the most equal slots that fit: slots, and the view."""
-    page = spec.page_size_bytes
-    if page % dtype.itemsize:
-        dtype = torch.uint8
+) -> _Geometry | str:
+    """The geometry of pages that lie ``bound_stride`` bytes apart in their tensor.
+
+    Without planes the tensor stays as it is; with them, a page is shown as so many
+    times the most equal slots that fit.
+    """
+    spec, bound = layer.spec, _tensors(layer.kv_cache)[0]
+    page, tokens = spec.page_size_bytes, spec.block_size
+    assert layer.placement is not None
+    stride = layer.placement.block_stride or page
+    if bound_stride not in (None, stride):
+        at = bound.storage_offset() * bound.element_size()
+        return _elsewhere(at, bound_stride, layer.placement.offset, stride)
+    if planes is None:
+        return _Geometry(tokens, kernel_block_size, page, stride, slots, None)
+    dtype = torch.uint8 if page % bound.dtype.itemsize else bound.dtype
     # Transfer kernels copy a slot by words, of two bytes at least.
     word = max(dtype.itemsize, 2 - page % 2)
     if page % (planes * word):
         planes, ndim = 1, 4
-    slots = math.gcd(slots, spec.block_size, page // (planes * word))
+    slots = math.gcd(slots, tokens, page // (planes * word))
     dims = [slots, page // (planes * slots * dtype.itemsize)]
     if ndim > 3:
         dims.insert("NH" in kv_layout, 1)  # The one head, in or around its slots.
     if planes > 1:
         dims.insert(0, planes)
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
-    return slots, (dtype, dims, strides)
+    view = (dtype, [num_blocks, *dims], [stride // dtype.itemsize, *strides])
+    return _Geometry(tokens, kernel_block_size, page, stride, slots, view)
 
 
 def _page_format(layer: _Layer, blocks: LogicalBlocks) -> dict[str, Any]:
