@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -89,6 +90,11 @@ class Server:
         """Kill it and start it, with an empty cache, on the same ports."""
         self.kill()
         self.start(options, chunk_size)
+
+    def clear(self) -> None:
+        """Drop all that it keeps."""
+        url = f"http://127.0.0.1:{self.http_port}/cache/clear"
+        urllib.request.urlopen(urllib.request.Request(url, method="POST"), timeout=60)
 
     @property
     def pid(self) -> int:

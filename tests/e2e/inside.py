@@ -7,10 +7,17 @@ import time
 from typing import Any
 
 
-def reset_prefix_cache(llm: Any, timeout: float = 60) -> bool:
+def reset_prefix_cache(llm: Any) -> bool:
     """Empty vLLM's own prefix cache, once stores in flight have let go of it."""
+    return settled(llm) and llm.reset_prefix_cache()
+
+
+def settled(llm: Any, timeout: float = 60) -> bool:
+    """Wait until no store in flight holds a block; whether that came to be."""
+    pool = _core(llm).scheduler.kv_cache_manager.block_pool
     deadline = time.monotonic() + timeout
-    while not llm.reset_prefix_cache():
+    # The null block is never free.
+    while pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.1)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from scripts.engines import models, roundtrip, server, session
+from scripts.engines.engine import Answer
 from tests.e2e.conftest import MODELS, new_job
 
 PROMPTS = roundtrip.prompts((1300, 600), seed=11)
@@ -33,13 +34,13 @@ def variants() -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def answers(
     host: session.Host, plain: str, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+) -> dict[tuple[str, str], list[Answer]]:
     """Each variant's answers: beside the base's entries, to its own, and alone.
 
     One server, never emptied.
     """
     folder = tmp_path_factory.mktemp("apart")
-    answers: dict[str, Any] = {}
+    answers = {}
     with server.running(folder / "server.log") as lmcache:
         transfer = lmcache.connector("LMCacheLogicalConnector")
         for variant, engine_args in variants().items():

@@ -2,12 +2,13 @@
 
 import re
 import subprocess
+import time
 from pathlib import Path
 
-import psutil
 import pytest
 
 from scripts.engines import environment, roundtrip, server
+from tests.e2e.marks import Mark
 
 KERNEL_BLOCK_SIZES = (32, 256)
 MODELS = ("hybrid", "plain")
@@ -50,38 +51,52 @@ def test_stock_connector_is_silently_wrong(plain, make_job, tmp_path: Path) -> N
     assert not any(row.exact for row in rows)
 
 
-def test_script_prints_the_tables_and_leaves_nothing_behind() -> None:
-    segments = set(Path("/dev/shm").iterdir())
-    done = subprocess.run(
-        [environment.ROOT / "scripts" / "roundtrip", "--model", "plain"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("0.0 │") == 3
-    assert "every difference is 0.0" in done.stdout
-    assert re.search(r"engine plain-32-0-B", done.stderr), "progress is visible"
-    assert set(Path("/dev/shm").iterdir()) == segments
-    assert not _our_processes()
+def test_script_prints_the_tables_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    mark, out, err = Mark(), tmp_path / "out", tmp_path / "err"
+    with out.open("w") as stdout, err.open("w") as stderr:
+        process = subprocess.Popen(
+            [environment.ROOT / "scripts" / "roundtrip", "--model", "plain"],
+            stdout=stdout,
+            stderr=stderr,
+            env=mark.env,
+        )
+        had_shared_memory = False
+        while process.poll() is None:
+            mark.running()
+            had_shared_memory |= bool(mark.shared_memory())
+            time.sleep(0.1)
+    assert process.returncode == 0, out.read_text() + err.read_text()
+    assert out.read_text().count("0.0 │") == 3
+    assert "every difference is 0.0" in out.read_text()
+    assert re.search(r"engine plain-32-0-B", err.read_text()), "progress is visible"
+    assert had_shared_memory
+    assert not mark.shared_memory()
+    assert not mark.running()
 
 
 def test_interrupted_script_leaves_nothing_behind() -> None:
-    segments = set(Path("/dev/shm").iterdir())
+    mark = Mark()
     process = subprocess.Popen(
         [environment.ROOT / "scripts" / "roundtrip"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        env=mark.env,
     )
     assert process.stderr is not None
     for line in process.stderr:
         if "-B" in line:
             break
+    deadline = time.monotonic() + 120
+    while not mark.shared_memory() and time.monotonic() < deadline:
+        mark.running()
+        time.sleep(0.1)
+    assert mark.shared_memory(), "the second engine is at work"
     process.terminate()
     assert process.wait(timeout=60) == 143
     process.stderr.close()
-    assert set(Path("/dev/shm").iterdir()) == segments
-    assert not _our_processes()
+    assert not mark.shared_memory()
+    assert not mark.running()
 
 
 def test_failing_engine_is_named_with_its_log(plain, make_job, tmp_path: Path) -> None:
@@ -98,12 +113,3 @@ def test_kernel_block_size_that_does_not_divide_is_refused() -> None:
     )
     assert done.returncode == 2
     assert done.stderr.replace("\n", " ").startswith("error: --kernel-block-size 7")
-
-
-def _our_processes() -> list[str]:
-    lines = [
-        " ".join(p.info["cmdline"] or ()) for p in psutil.process_iter(["cmdline"])
-    ]
-    return [
-        x for x in lines if "lmcache.cli.main" in x or "scripts.engines.engine" in x
-    ]

@@ -7,6 +7,7 @@ import pytest
 from scripts.engines import models, roundtrip, server
 from tests.e2e.conftest import MODELS
 from tests.e2e.inside import reset_prefix_cache, views_alive
+from tests.e2e.marks import Mark
 
 PROMPT = roundtrip.prompts((1300,), seed=31)[0]
 START = 90.0
@@ -69,11 +70,14 @@ def test_autostarted_server_has_the_right_chunk(hybrid: str, run) -> None:
             ),
         },
     }
-    changes = {"engine_args": {"block_size": 544}}
+    mark = Mark()
+    changes = {"engine_args": {"block_size": 544}, "env": mark.variable}
     with run("auto", hybrid, kv_transfer_config=transfer, **changes) as engine:
         (first,) = engine.ask([PROMPT])
+        assert any("lmcache" in command for command in mark.running())
         assert engine.call(reset_prefix_cache)
         (second,) = engine.ask([PROMPT])
+    assert not mark.running(), "the server ends with its engine"
     with run("reference", hybrid, **changes) as engine:
         (reference,) = engine.ask([PROMPT])
     assert [first.cached_tokens, second.cached_tokens] == [0, 1088]
