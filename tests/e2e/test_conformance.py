@@ -1,120 +1,38 @@
 """For each thing that vLLM hashes with a request: the same hits, another never does.
 
-The connector's own store and lookup on a real LMCache server, without an engine: vLLM's
-requests, its planned and allocated KV cache, and both roles of the connector.
+The connector's own store and lookup on a real LMCache server, without an engine.
 """
 
 import ast
 import inspect
-import itertools
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_layout import KVCacheLayout
-from vllm.v1.request import Request
-from vllm.v1.worker.logical_blocks import LogicalKVCaches
-from vllm.v1.worker.utils import allocate_kv_cache
 
-from lmcache_hook import cpu_memory, request_key
-from lmcache_hook.connector import LMCacheLogicalConnector
-from scripts.engines import server
-from tests.unit.hook import engines
-from tests.unit.overlay import pools
-
-BLOCK, CHUNK, CHUNKS = 32, 256, 3
-TOKENS = list(range(CHUNK * CHUNKS + 17))
-_ids = itertools.count()
+from lmcache_hook import request_key
+from tests.e2e.connectors import (
+    CHUNK,
+    CHUNKS,
+    TOKENS,
+    Connectors,
+    lookup,
+    request,
+    running,
+    store,
+)
 
 
 @pytest.fixture(scope="module")
-def connectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Any]]:
-    """The scheduler's and the worker's, registered with a server."""
-    folder = tmp_path_factory.mktemp("conformance")
-    with server.running(folder / "server.log") as lmcache:
-        config = engines.configure(
-            engines.save_config(folder / "model"),
-            max_model_len=1024,
-            kv_transfer_config=lmcache.connector("LMCacheLogicalConnector"),
-        )
-        plan, caches = plan_and_allocate(config)
-        roles = KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER
-        worker, scheduler = (LMCacheLogicalConnector(config, r, plan) for r in roles)
-        worker.register_logical_kv_caches(caches)
-        metadata = {0: worker.get_handshake_metadata()}
-        scheduler.set_xfer_handshake_metadata(metadata)
-        yield scheduler, worker
-        worker.shutdown()
-        scheduler.shutdown()
-
-
-def plan_and_allocate(config: Any) -> tuple[Any, LogicalKVCaches]:
-    config.cache_config.kv_cache_layout = "LBHNC"
-    config.cache_config.num_gpu_blocks_override = 64
-    layers: Any = {f"layers.{i}": pools.full(BLOCK) for i in range(2)}
-    (plan,) = kv_cache_utils.get_kv_cache_configs(config, [layers], [1 << 30])
-    with cpu_memory.SharedMemoryPool():
-        cpu = torch.device("cpu")
-        tensors = allocate_kv_cache(plan, cpu, KVCacheLayout["LBHNC"], [BLOCK])
-    return plan, LogicalKVCaches(plan, tensors, [BLOCK], "LBHNC")
-
-
-def request(**changes: Any) -> Request:
-    values: dict[str, Any] = {
-        "request_id": f"request-{next(_ids)}",
-        "prompt_token_ids": TOKENS,
-        "sampling_params": SamplingParams(max_tokens=1),
-        "pooling_params": None,
-    }
-    return Request(**values | changes)
-
-
-def wait(poll: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while (result := poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return result
-
-
-def lookup(connectors: tuple[Any, Any], asked: Request) -> int:
-    """Tokens that LMCache has for the request."""
-    scheduler, _ = connectors
-    return wait(lambda: scheduler.get_num_new_matched_tokens(asked, 0)[0])
-
-
-def store(connectors: tuple[Any, Any], computed: Request) -> None:
-    """Schedule the request in one step, as vLLM does, and save it."""
-    scheduler, worker = connectors
-    lookup(connectors, computed)
-    ids = [*range(1, 1 + -(-len(TOKENS) // BLOCK))]
-    blocks: Any = SimpleNamespace(get_block_ids=lambda: (ids,))
-    scheduler.update_state_after_alloc(computed, blocks, 0)
-    step = SchedulerOutput.make_empty()
-    new: Any = SimpleNamespace(req_id=computed.request_id)
-    step.scheduled_new_reqs = [new]
-    step.num_scheduled_tokens = {computed.request_id: len(TOKENS)}
-    worker.bind_connector_metadata(scheduler.build_connector_meta(step))
-    worker.wait_for_save()
-    done: set[str] = set()
-
-    def saved() -> bool | None:
-        done.update(worker.get_finished({computed.request_id})[0] or ())
-        return computed.request_id in done or None
-
-    wait(saved)
-    scheduler.request_finished(computed, ids)
+def connectors(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Connectors]:
+    with running(tmp_path_factory.mktemp("conformance")) as connectors:
+        yield connectors
 
 
 def image(identifier: str, offset: int = 7) -> dict[str, Any]:
@@ -162,7 +80,7 @@ DIMENSIONS: dict[str, Callable[[Path], list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("dimension", DIMENSIONS)
 def test_the_same_hits_and_another_never_does(
-    connectors: tuple[Any, Any], dimension: str, tmp_path: Path
+    connectors: Connectors, dimension: str, tmp_path: Path
 ) -> None:
     same = {"cache_salt": f"test of {dimension}"[:30]}
     variants = [same | v for v in DIMENSIONS[dimension](tmp_path)]
@@ -193,7 +111,7 @@ def test_no_dimension_is_forgotten() -> None:
 
 
 def test_what_vllm_hashes_next_counts_too(
-    connectors: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+    connectors: Connectors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An extra key of a kind that nobody knows yet."""
     own = kv_cache_utils.generate_block_hash_extra_keys
@@ -208,7 +126,7 @@ def test_what_vllm_hashes_next_counts_too(
     assert lookup(connectors, request(priority=2)) == 0
 
 
-def test_a_later_image_spares_what_is_before_it(connectors: tuple[Any, Any]) -> None:
+def test_a_later_image_spares_what_is_before_it(connectors: Connectors) -> None:
     """As in vLLM's own prefix cache: chunks before the image are shared."""
     same = {"cache_salt": "late"}
     store(connectors, request(**same, **image("cat", CHUNK + 20)))
@@ -216,9 +134,7 @@ def test_a_later_image_spares_what_is_before_it(connectors: tuple[Any, Any]) -> 
     assert lookup(connectors, other) == CHUNK
 
 
-def test_an_adapter_replaced_in_place(
-    connectors: tuple[Any, Any], tmp_path: Path
-) -> None:
+def test_an_adapter_replaced_in_place(connectors: Connectors, tmp_path: Path) -> None:
     """vLLM's own cache cannot tell its blocks apart: nothing is stored any more."""
     before = adapter(tmp_path / "adapter", "replaced")
     store(connectors, request(**before))
@@ -230,9 +146,7 @@ def test_an_adapter_replaced_in_place(
         store(connectors, request(**after))
 
 
-def test_an_adapter_that_cannot_be_read(
-    connectors: tuple[Any, Any], tmp_path: Path
-) -> None:
+def test_an_adapter_that_cannot_be_read(connectors: Connectors, tmp_path: Path) -> None:
     """If it cannot be told which weights they are, the answer is no."""
     gone = {"lora_request": LoRARequest("gone", 1, str(tmp_path / "a" / "b" / "c"))}
     for _ in range(2):
