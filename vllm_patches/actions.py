@@ -119,7 +119,7 @@ def revert(path: Path | None, dry_run: bool) -> Document:
         journal = transaction.read_journal(vllm)
         if not was and not journal:
             if vllm.patched_wheel:
-                way_out = f"install {vllm.name} {series.public(vllm.version)} instead"
+                way_out = f"install {vllm.name} {releases.public(vllm.version)} instead"
                 raise PatchesError(
                     f"{vllm} was installed from a patched wheel; {way_out}"
                 )

@@ -242,18 +242,11 @@ def contract_version(files: Iterable[bytes]) -> int | None:
     return None
 
 
-def public(version: str) -> str:
-    """A version without its local tag: the release."""
-    return version.partition("+")[0]
-
-
 def find(version: str) -> PatchSet | None:
     """The patch set for a vLLM version, its local tag aside; None where there is
     none."""
-    for release in releases.RELEASES:
-        if release.version == public(version):
-            return PatchSet.load(release.version, release.series)
-    return None
+    release = releases.find(version)
+    return PatchSet.load(release.version, release.series) if release else None
 
 
 def nearest(version: str) -> PatchSet:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from scripts.engines import environment
+from vllm_patches import releases
 
 GROUP_LAYERS = 24
 PAGE = 16384
@@ -96,7 +96,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="Rounds to take the median of.")] = 50,
     release: Annotated[
         str, typer.Option(help="vLLM release to measure on.")
-    ] = environment.DEFAULT_RELEASE,
+    ] = releases.default().version,
 ) -> None:
     """Time the views of a large pool, beside LMCache's own edits."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from scripts.engines import environment, models, server, session
 from scripts.engines.engine import Answer, Job
+from vllm_patches import releases
 
 BLOCK_SIZE = 256
 """Tokens per logical block of the models "hybrid" and "plain"."""
@@ -257,7 +258,7 @@ def main(
     ] = RunnerChoice.v1,
     release: Annotated[
         str, typer.Option(help="vLLM release.")
-    ] = environment.DEFAULT_RELEASE,
+    ] = releases.default().version,
 ) -> None:
     """Show that a second engine answers from the first one's cache, bit for bit.
 

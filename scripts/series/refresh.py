@@ -50,9 +50,8 @@ def refresh(release: str) -> list[str]:
 
 
 def _series(release: str) -> Path:
-    for known in releases.RELEASES:
-        if known.version == release:
-            return known.series
+    if known := releases.find(release):
+        return known.series
     near = series.nearest(release).version
     raise Refused(
         f"vLLM {release} is not supported; the nearest supported release is {near}: "

