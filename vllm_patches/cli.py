@@ -28,9 +28,10 @@ app = typer.Typer(
     ),
 )
 
-Target = Annotated[
+Root = Annotated[
     Path | None,
     typer.Option(
+        "--target",
         metavar="PATH",
         help="The folder that holds vllm/: a site-packages, an unpacked wheel or a "
         "checkout.",
@@ -69,10 +70,10 @@ def releases(as_json: Json = False) -> None:
 
 
 @app.command()
-def status(target: Target = None, as_json: Json = False) -> None:
+def status(root: Root = None, as_json: Json = False) -> None:
     """Say which vLLM this is and whether it is patched."""
     with _errors(as_json):
-        document = actions.status(target)
+        document = actions.status(root)
         if as_json:
             _print_json(document)
             return
@@ -87,12 +88,10 @@ def status(target: Target = None, as_json: Json = False) -> None:
 
 
 @app.command()
-def apply(
-    target: Target = None, dry_run: DryRun = False, as_json: Json = False
-) -> None:
+def apply(root: Root = None, dry_run: DryRun = False, as_json: Json = False) -> None:
     """Patch vLLM. Every file must be as its release shipped it."""
     with _errors(as_json):
-        document = actions.apply(target, dry_run)
+        document = actions.apply(root, dry_run)
         if as_json:
             _print_json(document | {"dry_run": dry_run})
             return
@@ -108,12 +107,10 @@ def apply(
 
 
 @app.command()
-def revert(
-    target: Target = None, dry_run: DryRun = False, as_json: Json = False
-) -> None:
+def revert(root: Root = None, dry_run: DryRun = False, as_json: Json = False) -> None:
     """Put vLLM back, byte for byte, as it was installed."""
     with _errors(as_json):
-        document = actions.revert(target, dry_run)
+        document = actions.revert(root, dry_run)
         if as_json:
             _print_json(document | {"dry_run": dry_run})
             return
@@ -123,10 +120,10 @@ def revert(
 
 
 @app.command()
-def verify(target: Target = None, as_json: Json = False) -> None:
+def verify(root: Root = None, as_json: Json = False) -> None:
     """Recompute the hash and size of every file that vLLM's RECORD lists."""
     with _errors(as_json):
-        document = actions.verify(target)
+        document = actions.verify(root)
         bad = document["mismatches"]
         if as_json:
             _print_json(document)
@@ -174,7 +171,7 @@ def export(
     folder: Annotated[
         Path, typer.Argument(metavar="DIR", help="A new folder to write them to.")
     ],
-    target: Target = None,
+    root: Root = None,
     release: Annotated[
         str | None,
         typer.Option(
@@ -188,7 +185,7 @@ def export(
 ) -> None:
     """Write the patches as files that `git am` takes, for a checkout of vLLM."""
     with _errors(as_json):
-        document = actions.export(folder, target, release, dry_run)
+        document = actions.export(folder, root, release, dry_run)
         if as_json:
             _print_json(document | {"dry_run": dry_run})
             return

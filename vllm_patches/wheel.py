@@ -17,9 +17,9 @@ from typing import IO
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
-from vllm_patches import series
 from vllm_patches.errors import PatchesError
-from vllm_patches.target import LOCAL_TAG, OWNED, encode, rows, with_files
+from vllm_patches.installation import LOCAL_TAG, OWNED, encode, rows, with_files
+from vllm_patches.patch_set import PatchSet
 
 REVISION = 1
 """Last part of the local version. Raise it when a series or the overlay changes after
@@ -79,7 +79,7 @@ def plan(source: Path, folder: Path) -> Plan:
         local = Version(version).local
         if LOCAL_TAG in (local or "").split("."):
             raise PatchesError(f"{source} is patched already; give the pristine wheel")
-        patch_set = series.require(version, archive.read)
+        patch_set = PatchSet.require(version, archive.read)
         present = sorted(patch_set.overlay.keys() & set(names))
         if present:
             raise PatchesError(

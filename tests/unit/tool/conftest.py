@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from scripts.series import wheels
-from vllm_patches import releases, series
+from vllm_patches import patch_set, releases
 
 RELEASE = "0.32.0"
 WORKER = "vllm/v1/worker"
@@ -110,7 +110,7 @@ def small_series(
     release = releases.Release(RELEASE, "2.13.0", ("0.5.6",), "pooled", engine=True)
     monkeypatch.setattr(releases, "SERIES", folder)
     monkeypatch.setattr(releases, "RELEASES", (release,))
-    monkeypatch.setattr(series, "OVERLAY", overlay)
+    monkeypatch.setattr(patch_set, "OVERLAY", overlay)
     return folder / f"v{RELEASE}"
 
 

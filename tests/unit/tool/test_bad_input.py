@@ -15,10 +15,10 @@ from typer.testing import CliRunner, Result
 
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, git, snapshot
-from vllm_patches import actions, target, transaction
+from vllm_patches import actions, transaction
 from vllm_patches.cli import app
 from vllm_patches.errors import PatchesError
-from vllm_patches.target import OWNED
+from vllm_patches.installation import OWNED, Installation
 
 pytestmark = pytest.mark.usefixtures("small_series")
 
@@ -185,15 +185,15 @@ def test_read_only_site_packages(cut: Path) -> None:
             folder.chmod(0o555)
         Path(name).chmod(0o755)
         before = snapshot(tree)
-        vllm = target.find(tree)
+        installation = Installation.find(tree)
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             if os.getuid() == 0:
                 os.setuid(pwd.getpwnam("nobody").pw_uid)
             try:
-                with transaction.locked(vllm):
-                    transaction.swap(vllm, {OWNED: b""}, RELEASE, [], None)
+                with transaction.locked(installation):
+                    transaction.swap(installation, {OWNED: b""}, RELEASE, [], None)
             except PatchesError as error:
                 os.write(writer, str(error).encode())
             finally:

@@ -6,7 +6,8 @@ import pytest
 
 from scripts.series import wheels
 from tests.unit.tool.conftest import snapshot
-from vllm_patches import actions, releases, target
+from vllm_patches import actions, releases
+from vllm_patches.installation import Installation
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["installed", "bare"])
@@ -32,4 +33,4 @@ def test_apply_verify_revert(
     actions.revert(tree, dry_run=False)
     assert snapshot(tree) == before
     if not bare:
-        assert target.mismatches(target.find(tree)) == []
+        assert Installation.find(tree).mismatches() == []

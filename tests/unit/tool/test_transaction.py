@@ -22,6 +22,7 @@ from tests.unit.tool.conftest import (
 )
 from vllm_patches import actions, transaction
 from vllm_patches.errors import PatchesError
+from vllm_patches.installation import Installation
 
 pytestmark = pytest.mark.usefixtures("small_series")
 BLOCK_TABLE = "vllm/v1/worker/block_table.py"
@@ -267,4 +268,4 @@ def test_originals_survive_a_lost_journal(cut: Path, small: Path) -> None:
     with pytest.raises(PatchesError, match="lost or damaged; reinstall"):
         revert(small)
     assert list(small.rglob("block_table.py.orig"))
-    assert transaction.state_folder(actions.target.find(small)).exists()
+    assert transaction.state_folder(Installation.find(small)).exists()

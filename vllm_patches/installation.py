@@ -1,4 +1,4 @@
-"""The vLLM to patch: where it is, which release, and its RECORD."""
+"""An installed or unpacked vLLM: where it is, which release, and its RECORD."""
 
 import base64
 import csv
@@ -24,7 +24,16 @@ LOCAL_TAG = "logical"
 
 
 @dataclass(frozen=True)
-class Target:
+class Mismatch:
+    """A file that is not as RECORD says."""
+
+    path: str
+    problem: str
+    """"missing" or "changed"."""
+
+
+@dataclass(frozen=True)
+class Installation:
     """A vLLM: the folder that holds `vllm/` and, if pip installed it, the dist-info."""
 
     root: Path
@@ -34,6 +43,41 @@ class Target:
     """With the local tag, if any."""
     dist_info: Path | None = None
     editable: bool = False
+
+    @classmethod
+    def find(cls, root: Path | None = None) -> "Installation":
+        """The vLLM in `root` (a site-packages, an unpacked tree or a checkout), by
+        default the one that this environment imports. Raises PatchesError if there is
+        none."""
+        folders = [root] if root else [Path(entry) for entry in sys.path if entry]
+        for folder in folders:
+            if owners := [info for info in _dist_infos(folder) if _owns(info)]:
+                if len(owners) > 1:
+                    names = " and ".join(sorted(info.name for info in owners))
+                    raise PatchesError(
+                        f"{names} in {folder} both own vllm; uninstall both, install "
+                        "one"
+                    )
+                return cls._of(folder, owners[0])
+        for folder in folders:
+            for info in _dist_infos(folder):
+                if _editable(info):
+                    return cls._of(folder, info, editable=True)
+        if root is None:
+            raise PatchesError(
+                "no vLLM is installed in this environment; install it, or give the "
+                "folder that holds vllm/ with --target"
+            )
+        if not (root / OWNED).is_file():
+            raise PatchesError(f"no vllm/ in {root}; give the folder that holds vllm/")
+        return cls(root.resolve(), "vllm", _tree_version(root))
+
+    @classmethod
+    def _of(cls, folder: Path, info: Path, editable: bool = False) -> "Installation":
+        metadata = importlib.metadata.Distribution.at(info).metadata
+        name, version = metadata["Name"], metadata["Version"]
+        root = folder.resolve()
+        return cls(root, name, version, root / info.name, editable)
 
     def __post_init__(self) -> None:
         try:
@@ -60,38 +104,20 @@ class Target:
         """A file's bytes, by its path relative to the root."""
         return (self.root / path).read_bytes()
 
-
-def find(path: Path | None = None) -> Target:
-    """The vLLM in `path` (a site-packages, an unpacked tree or a checkout), by default
-    the one that this environment imports. Raises PatchesError if there is none."""
-    folders = [path] if path else [Path(entry) for entry in sys.path if entry]
-    for folder in folders:
-        if owners := [info for info in _dist_infos(folder) if _owns(info)]:
-            if len(owners) > 1:
-                names = " and ".join(sorted(info.name for info in owners))
-                raise PatchesError(
-                    f"{names} in {folder} both own vllm; uninstall both, install one"
-                )
-            return _target(folder, owners[0])
-    for folder in folders:
-        for info in _dist_infos(folder):
-            if _editable(info):
-                return _target(folder, info, editable=True)
-    if path is None:
-        raise PatchesError(
-            "no vLLM is installed in this environment; install it, or give the folder "
-            "that holds vllm/ with --target"
-        )
-    if not (path / OWNED).is_file():
-        raise PatchesError(f"no vllm/ in {path}; give the folder that holds vllm/")
-    return Target(path.resolve(), "vllm", _tree_version(path))
-
-
-def _target(folder: Path, info: Path, editable: bool = False) -> Target:
-    metadata = importlib.metadata.Distribution.at(info).metadata
-    name, version = metadata["Name"], metadata["Version"]
-    root = folder.resolve()
-    return Target(root, name, version, root / info.name, editable)
+    def mismatches(self, suffix: str = "") -> list[Mismatch]:
+        """The files (ending in `suffix`) whose hash or size is not RECORD's. Rows
+        without a hash, such as compiled files', are skipped."""
+        assert self.record is not None
+        found = []
+        for path, (sha256, size) in rows(self.record.read_bytes()).items():
+            if not path.endswith(suffix) or not sha256:
+                continue
+            actual = file_digest(self.root / path)
+            if actual is None:
+                found.append(Mismatch(path, "missing"))
+            elif actual != (sha256, int(size)):
+                found.append(Mismatch(path, "changed"))
+        return found
 
 
 def _dist_infos(folder: Path) -> Iterator[Path]:
@@ -175,28 +201,3 @@ def with_files(record: bytes, files: Mapping[str, bytes]) -> bytes:
     writer = csv.writer(text, lineterminator=end)
     writer.writerows([path, *cells] for path, cells in (table | last).items())
     return text.getvalue().encode()
-
-
-@dataclass(frozen=True)
-class Mismatch:
-    """A file that is not as RECORD says."""
-
-    path: str
-    problem: str
-    """"missing" or "changed"."""
-
-
-def mismatches(target: Target, suffix: str = "") -> list[Mismatch]:
-    """The files (ending in `suffix`) whose hash or size is not RECORD's. Rows without
-    a hash, such as compiled files', are skipped."""
-    assert target.record is not None
-    found = []
-    for path, (sha256, size) in rows(target.record.read_bytes()).items():
-        if not path.endswith(suffix) or not sha256:
-            continue
-        actual = file_digest(target.root / path)
-        if actual is None:
-            found.append(Mismatch(path, "missing"))
-        elif actual != (sha256, int(size)):
-            found.append(Mismatch(path, "changed"))
-    return found
