@@ -1,21 +1,18 @@
 """An installed or unpacked vLLM: where it is, which release, and its RECORD."""
 
-import base64
-import csv
-import hashlib
 import importlib.metadata
-import io
 import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
 from vllm_patches.errors import PatchesError
+from vllm_patches.record import Record, lists
 
 OWNED = "vllm/__init__.py"
 """Whose RECORD lists this file owns the package, whatever its name."""
@@ -109,14 +106,16 @@ class Installation:
         without a hash, such as compiled files', are skipped."""
         assert self.record is not None
         found = []
-        for path, (sha256, size) in rows(self.record.read_bytes()).items():
-            if not path.endswith(suffix) or not sha256:
+        record = Record.parse(self.record.read_bytes(), self)
+        for path, entry in record.entries.items():
+            if not path.endswith(suffix) or not entry.hash_:
                 continue
-            actual = file_digest(self.root / path)
-            if actual is None:
+            try:
+                with (self.root / path).open("rb") as file:
+                    if not entry.validate_stream(file):
+                        found.append(Mismatch(path, "changed"))
+            except (FileNotFoundError, NotADirectoryError):
                 found.append(Mismatch(path, "missing"))
-            elif actual != (sha256, int(size)):
-                found.append(Mismatch(path, "changed"))
         return found
 
 
@@ -125,8 +124,7 @@ def _dist_infos(folder: Path) -> Iterator[Path]:
 
 
 def _owns(info: Path) -> bool:
-    text = (info / "RECORD").read_text(encoding="utf-8")
-    return text.startswith(f"{OWNED},") or f"\n{OWNED}," in text
+    return lists((info / "RECORD").read_bytes(), OWNED)
 
 
 def _editable(info: Path) -> bool:
@@ -159,45 +157,3 @@ def _tree_version(root: Path) -> str:
         f"cannot tell the release of {root}: no dist-info, no git tag, no "
         "vllm/_version.py; fetch the tags, or `export --release` and `git am`"
     )
-
-
-def digest(data: bytes) -> str:
-    """The hash of some bytes as RECORD writes it."""
-    return encode(hashlib.sha256(data).digest())
-
-
-def encode(sha256: bytes) -> str:
-    """A SHA-256 digest as RECORD writes it."""
-    return "sha256=" + base64.urlsafe_b64encode(sha256).rstrip(b"=").decode()
-
-
-def file_digest(path: Path) -> tuple[str, int] | None:
-    """A file's hash and size in bytes; None if there is no such file."""
-    sha256, size = hashlib.sha256(), 0
-    try:
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 20):
-                sha256.update(chunk)
-                size += len(chunk)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    return encode(sha256.digest()), size
-
-
-def rows(record: bytes) -> dict[str, tuple[str, str]]:
-    """RECORD's rows: path -> (hash, size), as written."""
-    reader = csv.reader(io.StringIO(record.decode(), newline=""))
-    return {row[0]: (row[1], row[2]) for row in reader if row}
-
-
-def with_files(record: bytes, files: Mapping[str, bytes]) -> bytes:
-    """RECORD with the rows of these files updated, or added before its own."""
-    table = {path: list(cells) for path, cells in rows(record).items()}
-    last = {path: table.pop(path) for path in list(table) if path.endswith("/RECORD")}
-    for path, data in files.items():
-        table[path] = [digest(data), str(len(data))]
-    text = io.StringIO(newline="")
-    end = "\r\n" if b"\r\n" in record else "\n"
-    writer = csv.writer(text, lineterminator=end)
-    writer.writerows([path, *cells] for path, cells in (table | last).items())
-    return text.getvalue().encode()

@@ -24,13 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_patches.errors import PatchesError
-from vllm_patches.installation import (
-    Installation,
-    Mismatch,
-    digest,
-    file_digest,
-    with_files,
-)
+from vllm_patches.installation import Installation, Mismatch
+from vllm_patches.record import Record, digest, file_digest, lists
 
 APPLY, PATCHED, REVERT = "apply", "patched", "revert"
 """The journal's phases."""
@@ -110,10 +105,8 @@ def read_journal(installation: Installation) -> Journal | None:
         return Journal(**document)
     except FileNotFoundError:
         name = _journal(installation).relative_to(installation.root).as_posix()
-        if (
-            not installation.record
-            or f"{name},".encode() not in installation.record.read_bytes()
-        ):
+        record = installation.record
+        if not record or not lists(record.read_bytes(), name):
             return None
     except (ValueError, TypeError, KeyError):
         pass
@@ -174,14 +167,14 @@ def restore(installation: Installation) -> None:
         return
     for path, (old, new) in journal.files.items():
         place, kept = installation.root / path, original(installation, path)
-        now = _hash(place)
+        now = file_digest(place)
         if now not in (old, new, None) and new != ANY:
             raise PatchesError(
                 f"{place} was edited after apply; save and undo the edit "
                 f"({'its original is ' + str(kept) if old else 'or delete it'})"
                 f", or reinstall {installation.name}"
             )
-        if now != old and old and _hash(kept) != old:
+        if now != old and old and file_digest(kept) != old:
             raise PatchesError(
                 f"{kept} is lost or damaged; reinstall {installation.name}"
             )
@@ -190,7 +183,7 @@ def restore(installation: Installation) -> None:
         _write_journal(installation, replace(journal, phase=REVERT))
     for path, (old, _) in reversed(journal.files.items()):
         place = installation.root / path
-        if old and _hash(place) != old:
+        if old and file_digest(place) != old:
             os.replace(original(installation, path), place)
         elif not old and place.is_file():
             place.unlink()
@@ -208,7 +201,7 @@ def restore(installation: Installation) -> None:
 
 def mismatches(installation: Installation, journal: Journal) -> list[Mismatch]:
     """The files that are not as `swap` wrote them."""
-    found = {path: _hash(installation.root / path) for path in journal.files}
+    found = {path: file_digest(installation.root / path) for path in journal.files}
     return [
         Mismatch(path, "changed" if found[path] else "missing")
         for path, (_, new) in journal.files.items()
@@ -244,7 +237,8 @@ def _stage(
             path.relative_to(installation.root).as_posix(): data
             for path, data in state.items()
         }
-        after[record] = with_files(before[record], after | listed)
+        rows = Record.parse(before[record], installation)
+        after[record] = rows.with_files(after | listed).encode()
     journal = replace(journal, files=changes)
 
     _check_writable(
@@ -266,7 +260,7 @@ def _stage(
         copies = {original(installation, path): data for path, data in before.items()}
         copies |= {_staged(installation, path): data for path, data in after.items()}
         for copy, data in copies.items():
-            if _hash(copy) != digest(data):
+            if file_digest(copy) != digest(data):
                 raise OSError(f"{copy} does not read back as written")
             _sync(copy.parent)
     except BaseException:
@@ -306,11 +300,6 @@ def _sync_folders(installation: Installation, paths: Iterable[str]) -> None:
     for folder in {(installation.root / path).parent for path in paths}:
         if folder.exists():
             _sync(folder)
-
-
-def _hash(path: Path) -> str | None:
-    found = file_digest(path)
-    return found[0] if found else None
 
 
 def _check_writable(installation: Installation, paths: Iterable[str | Path]) -> None:

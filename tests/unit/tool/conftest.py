@@ -1,7 +1,5 @@
 """A small cut of a real release, a small series for it, and processes that die."""
 
-import csv
-import io
 import os
 import shutil
 import signal
@@ -63,9 +61,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = root / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    record = root / info.name / "RECORD"
-    rows = csv.reader(io.StringIO(record.read_text(), newline=""))
-    wheels.write_rows(record, [row for row in rows if (root / row[0]).exists()])
+    wheels.trim_record(root)
     return root
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, git, snapshot
 from vllm_patches import actions, transaction
 from vllm_patches.cli import app
@@ -153,7 +152,7 @@ def test_default_is_what_this_environment_imports(
 def test_editable_install(unchanged: Path) -> None:
     shutil.rmtree(unchanged / "vllm")
     (info,) = unchanged.glob("*.dist-info")
-    wheels.write_rows(info / "RECORD", [["__editable__.vllm.pth", "", ""]])
+    (info / "RECORD").write_text("__editable__.vllm.pth,,\n")
     url = {"url": "file:///src/vllm", "dir_info": {"editable": True}}
     (info / "direct_url.json").write_text(json.dumps(url))
     before = snapshot(unchanged)

