@@ -1,76 +1,80 @@
-"""What the commands do, each giving a document that JSON can hold."""
+"""What the commands do."""
 
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from vllm_patches import releases, transaction, wheel
 from vllm_patches.errors import PatchesError
 from vllm_patches.installation import Installation
 from vllm_patches.patch_set import PatchSet, contract_version
+from vllm_patches.results import (
+    Applied,
+    Built,
+    Exported,
+    Interrupted,
+    Patched,
+    PatchedByWheel,
+    Releases,
+    Reverted,
+    Status,
+    Supported,
+    Undone,
+    Verified,
+)
 
-Document = dict[str, Any]
 
-
-def supported() -> list[Document]:
+def supported() -> Releases:
     """Every supported release with its patches."""
-    documents = []
+    found = []
     for release in releases.RELEASES:
         patch_set = PatchSet.of(release)
-        documents.append(
-            {
-                "release": release.version,
-                "torch": release.torch,
-                "lmcache": list(release.lmcache),
-                "patches": [patch.name for patch in patch_set.patches],
-                "contract": patch_set.contract,
-            }
+        names = [patch.name for patch in patch_set.patches]
+        lmcache = list(release.lmcache)
+        contract = patch_set.contract
+        found.append(
+            Supported(release.version, release.torch, lmcache, names, contract)
         )
-    return documents
+    return Releases(found)
 
 
-def status(root: Path | None) -> Document:
-    """Whether the vLLM is patched. `state` is one of "unpatched", "patched",
-    "interrupted" (`interrupted` says by what), "busy" and "editable"."""
+def status(root: Path | None) -> Status:
+    """Whether the vLLM is patched."""
     installation = Installation.find(root)
     patch_set = PatchSet.find(installation.version)
-    document = _about(installation) | {"supported": patch_set is not None}
+    supported = patch_set is not None
     if installation.editable:
-        return document | {"state": "editable"}
+        return Status(installation, supported, "editable")
     try:
         with transaction.locked(installation):
             was = transaction.interrupted(installation)
             journal = transaction.read_journal(installation)
     except transaction.Busy:
-        return document | {"state": "busy"}
+        return Status(installation, supported, "busy")
     if was:
-        return document | {"state": "interrupted", "interrupted": was}
+        return Interrupted(installation, supported, "interrupted", was)
     if journal:
-        return document | {
-            "state": "patched",
-            "release": journal.release,
-            "patches": journal.series,
-            "contract": journal.contract,
-        }
+        release, names = journal.release, journal.series
+        return Patched(
+            installation, supported, "patched", release, names, journal.contract
+        )
     if installation.patched_wheel:
         overlay = patch_set.overlay if patch_set else {}
         files = [installation.root / path for path in overlay]
         present = [path.read_bytes() for path in files if path.is_file()]
         contract = contract_version(present)
-        return document | {"state": "patched", "by": "wheel", "contract": contract}
-    return document | {"state": "unpatched"}
+        return PatchedByWheel(installation, supported, "patched", "wheel", contract)
+    return Status(installation, supported, "unpatched")
 
 
-def apply(root: Path | None, dry_run: bool) -> Document:
+def apply(root: Path | None, dry_run: bool) -> Undone:
     """Patch the vLLM."""
     installation = _installed(root)
     with transaction.locked(installation):
         undone = transaction.interrupted(installation)
         if undone and dry_run:
-            return _about(installation) | {"undone": undone}
+            return Undone(installation, undone, dry_run)
         transaction.recover(installation)
         if transaction.read_journal(installation):
             raise PatchesError(
@@ -88,14 +92,16 @@ def apply(root: Path | None, dry_run: bool) -> Document:
             transaction.swap(
                 installation, files, patch_set.version, names, patch_set.contract
             )
-    return _about(installation) | {
-        "release": patch_set.version,
-        "patches": names,
-        "contract": patch_set.contract,
-        "modified": patch_set.touched,
-        "new": list(patch_set.overlay),
-        "undone": undone,
-    }
+    return Applied(
+        installation,
+        undone,
+        dry_run,
+        patch_set.version,
+        names,
+        patch_set.contract,
+        patch_set.touched,
+        list(patch_set.overlay),
+    )
 
 
 def _patched(installation: Installation, patch_set: PatchSet) -> dict[str, bytes]:
@@ -116,7 +122,7 @@ def _patched(installation: Installation, patch_set: PatchSet) -> dict[str, bytes
     return patch_set.apply(installation.read) | patch_set.overlay
 
 
-def revert(root: Path | None, dry_run: bool) -> Document:
+def revert(root: Path | None, dry_run: bool) -> Reverted:
     """Put the vLLM back as it was installed, or undo what died half way."""
     installation = _installed(root)
     with transaction.locked(installation):
@@ -136,10 +142,10 @@ def revert(root: Path | None, dry_run: bool) -> Document:
         if not dry_run:
             transaction.restore(installation)
     files = list(journal.files) if journal else []
-    return _about(installation) | {"files": files, "undone": was}
+    return Reverted(installation, was, dry_run, files)
 
 
-def verify(root: Path | None) -> Document:
+def verify(root: Path | None) -> Verified:
     """Recompute the hash and the size of every file that RECORD lists, in a tree
     without one of every file that `apply` changed."""
     installation = _installed(root)
@@ -159,26 +165,19 @@ def verify(root: Path | None) -> Document:
                 f"{installation.root} has no RECORD and no patches; there is nothing "
                 "to verify"
             )
-    return _about(installation) | {
-        "patched": bool(journal),
-        "mismatches": [asdict(each) for each in bad],
-    }
+    return Verified(installation, bool(journal), bad)
 
 
-def build_wheel(source: Path, folder: Path, dry_run: bool) -> Document:
+def build_wheel(source: Path, folder: Path, dry_run: bool) -> Built:
     """Build a patched wheel in a folder."""
     plan = wheel.plan(source, folder)
-    return {
-        "wheel": str(plan.wheel),
-        "version": plan.version,
-        "release": plan.release,
-        "sha256": None if dry_run else wheel.build(plan),
-    }
+    sha256 = None if dry_run else wheel.build(plan)
+    return Built(str(plan.wheel), plan.version, plan.release, sha256, dry_run)
 
 
 def export(
     folder: Path, root: Path | None, release: str | None, dry_run: bool
-) -> Document:
+) -> Exported:
     """Write a release's patches, the overlay as the first, into a new folder."""
     if release:
         patch_set = PatchSet.find(release)
@@ -204,7 +203,7 @@ def export(
             os.replace(fresh, folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-    return {"release": patch_set.version, "folder": str(folder), "files": list(files)}
+    return Exported(patch_set.version, str(folder), list(files), dry_run)
 
 
 def _installed(root: Path | None) -> Installation:
@@ -216,11 +215,3 @@ def _installed(root: Path | None) -> Installation:
             "run `vllm-patches export DIR` and `git am DIR/*.patch`"
         )
     return installation
-
-
-def _about(installation: Installation) -> Document:
-    return {
-        "distribution": installation.name,
-        "version": installation.version,
-        "root": str(installation.root),
-    }

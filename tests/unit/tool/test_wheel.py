@@ -16,6 +16,7 @@ from tests.unit.tool.conftest import RELEASE, WORKER, edit, snapshot
 from tests.unit.tool.test_bad_input import refused, run, set_version
 from vllm_patches import actions
 from vllm_patches.record import Record
+from vllm_patches.results import PatchedByWheel
 
 TAGS = "cp38-abi3-manylinux_2_28_x86_64.whl"
 
@@ -67,11 +68,12 @@ class TestWheel:
         assert {path: data for path, data in snapshot(tree / "vllm").items()} == {
             path: data for path, data in snapshot(small / "vllm").items()
         }
-        document = actions.status(tree)
-        assert document["state"] == "patched"
-        assert document["by"] == "wheel"
-        assert document["version"] == "0.32.0+logical.1"
-        assert document["contract"] == 7
+        status = actions.status(tree)
+        assert isinstance(status, PatchedByWheel)
+        assert status.state == "patched"
+        assert status.by == "wheel"
+        assert status.installation.version == "0.32.0+logical.1"
+        assert status.contract == 7
 
     def test_record_is_whole(self, pristine: Path, tmp_path: Path) -> None:
         run("wheel", pristine, "-o", tmp_path)
@@ -98,8 +100,8 @@ class TestWheel:
         os.utime(copy, (0, 0))
         time.sleep(2)  # a zip archive's times are even seconds
         second = actions.build_wheel(copy, tmp_path / "2", dry_run=False)
-        assert first["sha256"] == second["sha256"]
-        assert sha256(Path(first["wheel"])) == sha256(Path(second["wheel"]))
+        assert first.sha256 == second.sha256
+        assert sha256(Path(first.wheel)) == sha256(Path(second.wheel))
 
     @pytest.mark.parametrize(
         ("version", "expected"),
@@ -120,10 +122,10 @@ class TestWheel:
         (small / f"vllm-{version}.data").mkdir()
         (small / f"vllm-{version}.data" / "x").write_text("")
         source = pack(small, tmp_path / "in", f"vllm-{version}")
-        document = actions.build_wheel(source, tmp_path / "out", dry_run=False)
-        assert document["version"] == expected
-        assert Path(document["wheel"]).name == f"vllm-{expected}-{TAGS}"
-        tree = unpack(Path(document["wheel"]), tmp_path / "tree")
+        built = actions.build_wheel(source, tmp_path / "out", dry_run=False)
+        assert built.version == expected
+        assert Path(built.wheel).name == f"vllm-{expected}-{TAGS}"
+        tree = unpack(Path(built.wheel), tmp_path / "tree")
         assert (tree / f"vllm-{expected}.data" / "x").exists()
         assert (
             f"\nVersion: {expected}\n"
@@ -139,10 +141,10 @@ class TestWheel:
     def test_patched_wheel_is_not_patched_again(
         self, pristine: Path, tmp_path: Path
     ) -> None:
-        document = actions.build_wheel(pristine, tmp_path / "1", dry_run=False)
-        line = refused("wheel", document["wheel"], "-o", tmp_path / "2")
+        built = actions.build_wheel(pristine, tmp_path / "1", dry_run=False)
+        line = refused("wheel", built.wheel, "-o", tmp_path / "2")
         assert "is patched already" in line
-        tree = unpack(Path(document["wheel"]), tmp_path / "tree")
+        tree = unpack(Path(built.wheel), tmp_path / "tree")
         before = snapshot(tree)
         assert "was installed from a patched wheel; there is nothing to apply" in (
             refused("apply", "--target", tree)
