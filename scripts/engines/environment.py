@@ -3,6 +3,7 @@
 Standard library only: it runs before anything is installed.
 """
 
+import argparse
 import fcntl
 import hashlib
 import json
@@ -18,6 +19,12 @@ from vllm_patches.releases import Release
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
+
+RELEASE_HELP = (
+    f"--release VERSION chooses the vLLM release, {releases.default().version} if left "
+    "out."
+)
+"""For the help of commands that `enter` starts."""
 
 # vLLM's CPU wheels bring CUDA builds of these, which the CPU build of torch does not
 # load; transformers fails on the attempt.
@@ -102,20 +109,21 @@ def _patch(env: Path) -> None:
 
 
 def enter(module: str, arguments: list[str]) -> None:
-    """Replace this process by ``python -m module`` in the release's environment."""
-    version = releases.default().version
-    for i, argument in enumerate(arguments):
-        if argument == "--release" and i + 1 < len(arguments):
-            version = arguments[i + 1]
-        elif argument.startswith("--release="):
-            version = argument.partition("=")[2]
-    release = releases.find(version)
+    """Replace this process by ``python -m module`` in a release's environment.
+
+    ``--release`` chooses it and is not passed on: the release is what the environment
+    has.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--release", default=releases.default().version)
+    chosen, rest = parser.parse_known_args(arguments)
+    release = releases.find(chosen.release)
     if not release:
         known = ", ".join(each.version for each in releases.RELEASES)
-        sys.exit(f"error: no series for vLLM {version}; there is {known}")
+        sys.exit(f"error: no series for vLLM {chosen.release}; there is {known}")
     python = ensure(release)
     os.chdir(ROOT)
-    os.execv(python, [str(python), "-m", module, *arguments])
+    os.execv(python, [str(python), "-m", module, *rest])
 
 
 def _run(command: list[str]) -> str:

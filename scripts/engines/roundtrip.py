@@ -19,7 +19,7 @@ from rich.table import Table
 
 from scripts.engines import environment, models, server, session
 from scripts.engines.engine import Answer, Job
-from vllm_patches import releases
+from vllm_patches.installation import Installation
 
 BLOCK_SIZE = 256
 """Tokens per logical block of the models "hybrid" and "plain"."""
@@ -256,9 +256,6 @@ def main(
     runner: Annotated[
         RunnerChoice, typer.Option(help="vLLM's model runner.")
     ] = RunnerChoice.v1,
-    release: Annotated[
-        str, typer.Option(help="vLLM release.")
-    ] = releases.default().version,
 ) -> None:
     """Show that a second engine answers from the first one's cache, bit for bit.
 
@@ -298,6 +295,7 @@ def main(
     if not all(trip.exact for trip in trips.values()):
         out.print(f"NOT exact. The logs are in {folder}", style="red", soft_wrap=True)
         raise typer.Exit(1)
+    release = Installation.find().version
     out.print(f"Exact on vLLM {release}: every difference is 0.0", style="green")
 
 
@@ -352,5 +350,5 @@ def _group_table(trip: RoundTrip) -> Table:
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False)
-    app.command()(main)
+    app.command(epilog=environment.RELEASE_HELP)(main)
     app(prog_name="scripts/roundtrip")
