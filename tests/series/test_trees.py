@@ -1,4 +1,7 @@
-"""Every release's tree: patched, compiled, tested in its own process, and restored."""
+"""Every release's tree: patched, compiled, tested in its own process, and restored.
+
+The overlay's tests take its every branch, on one release or another.
+"""
 
 import hashlib
 import os
@@ -9,19 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import coverage
 import pytest
 
 from scripts.series import wheels
 from vllm_patches import actions, releases
+from vllm_patches.patch_set import OVERLAY
 
 ROOT = Path(__file__).parents[2]
 RELEASES = [release.version for release in releases.RELEASES]
-OVERLAY_TESTS = sorted(
-    path
-    for path in (ROOT / "tests/unit/overlay").glob("test_*.py")
-    if path.stem != "test_releases"  # starts processes like ours
-)
-OWN_TESTS = ROOT / "tests/series/worker"
+TESTS = (ROOT / "tests/series/worker", ROOT / "tests/unit/overlay")
+OVERLAY_FILES = sorted(OVERLAY.rglob("*.py"))
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Run:
     """Hashes once the series is taken out again."""
     compiled: subprocess.CompletedProcess[str]
     tested: subprocess.CompletedProcess[str]
+    coverage: Path
+    """Which branches of the overlay the tests took."""
 
 
 def run(release: str, folder: Path) -> Run:
@@ -43,17 +46,20 @@ def run(release: str, folder: Path) -> Run:
     actions.apply(tree, dry_run=False)
     patched = hashes(tree)
     compiled = python("-m", "compileall", "-q", str(tree / "vllm"))
-    tests = [str(path) for path in (OWN_TESTS, *OVERLAY_TESTS)]
+    data = folder / "coverage"
+    include = ",".join(f"*/{path.relative_to(OVERLAY)}" for path in OVERLAY_FILES)
+    measure = ["run", "--branch", f"--data-file={data}", f"--include={include}"]
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=few"]
+    tests = ["-m", "pytest", *options, *map(str, TESTS)]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "SERIES_TREE": str(tree),
     }
-    tested = python("-m", "pytest", *options, *tests, **environment)
+    tested = python("-m", "coverage", *measure, *tests, **environment)
     actions.revert(tree, dry_run=False)
-    return Run(before, patched, hashes(tree), compiled, tested)
+    return Run(before, patched, hashes(tree), compiled, tested, data)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -113,3 +119,20 @@ def test_tree_passes_its_tests(seen: Run) -> None:
 
 def test_revert_restores_every_hash(seen: Run) -> None:
     assert seen.after == seen.before
+
+
+def test_every_branch_of_the_overlay_is_taken(
+    runs: dict[str, Future[Run]], tmp_path: Path
+) -> None:
+    """By one release's tests or another's; all trees hold the same files."""
+    config = tmp_path / "coveragerc"
+    config.write_text(f"[paths]\nvllm =\n  {OVERLAY / 'vllm'}\n  */vllm\n")
+    all_runs = coverage.Coverage(tmp_path / "coverage", config_file=str(config))
+    data = [str(run.result().coverage) for run in runs.values()]
+    all_runs.combine(data, keep=True)
+    files = {str(path) for path in OVERLAY_FILES}
+    assert all_runs.get_data().measured_files() == files
+    report = tmp_path / "report"
+    with report.open("w") as file:
+        percent = all_runs.report(show_missing=True, file=file)
+    assert percent == 100, report.read_text()
