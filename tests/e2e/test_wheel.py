@@ -36,7 +36,7 @@ def test_round_trip_from_an_installed_patched_wheel(tmp_path: Path) -> None:
     assert document["version"] == f"{RELEASE}+logical.1"
     assert document["state"] == "patched"
     done = subprocess.run(
-        [str(python), "-m", "scripts.engines.roundtrip", "--model", "plain"],
+        [str(python), "-m", "scripts.engines.roundtrip_cli", "--model", "plain"],
         env=env,
         capture_output=True,
         text=True,

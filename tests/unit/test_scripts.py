@@ -46,7 +46,7 @@ def test_unknown_release_is_told(entered: list[str]) -> None:
     assert not entered
 
 
-@pytest.mark.parametrize("module", ["roundtrip", "bench"])
+@pytest.mark.parametrize("module", ["roundtrip_cli", "bench"])
 def test_help_lists_release(module: str) -> None:
     command = [sys.executable, "-m", f"scripts.engines.{module}", "--help"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
