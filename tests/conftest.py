@@ -1,13 +1,23 @@
-"""Fixtures shared by all tests."""
-
-from pathlib import Path
+"""Options of all tests."""
 
 import pytest
 
-from scripts.series import wheels
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="also run what goes beyond the default suite: both model runners and "
+        "both kernel block sizes on every release",
+    )
 
 
-@pytest.fixture
-def tree(tmp_path: Path) -> Path:
-    """A site-packages folder with vLLM 0.32.0's Python files, free to change."""
-    return wheels.copy_tree("0.32.0", tmp_path / "site-packages")
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out the tests that are marked "full", unless asked for."""
+    if config.getoption("full"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)

@@ -1,183 +1,189 @@
-"""What the commands do, each giving a document that JSON can hold."""
+"""What the commands do."""
 
 import os
 import shutil
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from vllm_patches import releases, series, target, transaction, wheel
+from vllm_patches import releases, transaction, wheel
 from vllm_patches.errors import PatchesError
-from vllm_patches.series import PatchSet
-from vllm_patches.target import Target
+from vllm_patches.installation import Installation
+from vllm_patches.patch_set import PatchSet, contract_version
+from vllm_patches.results import (
+    Applied,
+    Built,
+    Exported,
+    Interrupted,
+    Patched,
+    PatchedByWheel,
+    Releases,
+    Reverted,
+    Status,
+    Supported,
+    Undone,
+    Verified,
+)
 
-Document = dict[str, Any]
 
-
-def supported() -> list[Document]:
+def supported() -> Releases:
     """Every supported release with its patches."""
-    documents = []
+    found = []
     for release in releases.RELEASES:
-        patch_set = PatchSet.load(release.version, release.series)
-        documents.append(
-            {
-                "release": release.version,
-                "torch": release.torch,
-                "lmcache": list(release.lmcache),
-                "patches": [patch.name for patch in patch_set.patches],
-                "contract": patch_set.contract,
-            }
+        patch_set = PatchSet.of(release)
+        names = [patch.name for patch in patch_set.patches]
+        lmcache = list(release.lmcache)
+        contract = patch_set.contract
+        found.append(
+            Supported(release.version, release.torch, lmcache, names, contract)
         )
-    return documents
+    return Releases(found)
 
 
-def status(path: Path | None) -> Document:
-    """Whether the vLLM is patched. `state` is one of "unpatched", "patched",
-    "interrupted" (`interrupted` says by what), "busy" and "editable"."""
-    vllm = target.find(path)
-    document = _about(vllm) | {"supported": series.find(vllm.version) is not None}
-    if vllm.editable:
-        return document | {"state": "editable"}
+def status(root: Path | None) -> Status:
+    """Whether the vLLM is patched."""
+    installation = Installation.find(root)
+    patch_set = PatchSet.find(installation.version)
+    supported = patch_set is not None
+    if installation.editable:
+        return Status(installation, supported, "editable")
     try:
-        with transaction.locked(vllm):
-            was = transaction.interrupted(vllm)
-            journal = transaction.read_journal(vllm)
+        with transaction.locked(installation):
+            was = transaction.interrupted(installation)
+            journal = transaction.read_journal(installation)
     except transaction.Busy:
-        return document | {"state": "busy"}
+        return Status(installation, supported, "busy")
     if was:
-        return document | {"state": "interrupted", "interrupted": was}
+        return Interrupted(installation, supported, "interrupted", was)
     if journal:
-        return document | {
-            "state": "patched",
-            "release": journal.release,
-            "patches": journal.series,
-            "contract": journal.contract,
-        }
-    if vllm.patched_wheel:
-        patch_set = series.find(vllm.version)
-        files = [vllm.root / path for path in patch_set.overlay] if patch_set else []
+        release, names = journal.release, journal.series
+        return Patched(
+            installation, supported, "patched", release, names, journal.contract
+        )
+    if installation.patched_wheel:
+        overlay = patch_set.overlay if patch_set else {}
+        files = [installation.root / path for path in overlay]
         present = [path.read_bytes() for path in files if path.is_file()]
-        contract = series.contract_version(present)
-        return document | {"state": "patched", "by": "wheel", "contract": contract}
-    return document | {"state": "unpatched"}
+        contract = contract_version(present)
+        return PatchedByWheel(installation, supported, "patched", "wheel", contract)
+    return Status(installation, supported, "unpatched")
 
 
-def apply(path: Path | None, dry_run: bool) -> Document:
+def apply(root: Path | None, dry_run: bool) -> Undone:
     """Patch the vLLM."""
-    vllm = _installed(path)
-    with transaction.locked(vllm):
-        undone = transaction.interrupted(vllm)
+    installation = _installed(root)
+    with transaction.locked(installation):
+        undone = transaction.interrupted(installation)
         if undone and dry_run:
-            return _about(vllm) | {"undone": undone}
-        transaction.recover(vllm)
-        if transaction.read_journal(vllm):
+            return Undone(installation, undone, dry_run)
+        transaction.recover(installation)
+        if transaction.read_journal(installation):
             raise PatchesError(
-                f"{vllm} is patched already; `vllm-patches revert` undoes it"
+                f"{installation} is patched already; `vllm-patches revert` undoes it"
             )
-        if vllm.patched_wheel:
+        if installation.patched_wheel:
             raise PatchesError(
-                f"{vllm} was installed from a patched wheel; there is nothing to apply"
+                f"{installation} was installed from a patched wheel; there is nothing "
+                "to apply"
             )
-        patch_set = series.require(vllm.version, vllm.read)
-        files = _patched(vllm, patch_set)
+        patch_set = PatchSet.require(installation.version, installation.read)
+        files = _patched(installation, patch_set)
         names = [patch.name for patch in patch_set.patches]
         if not dry_run:
-            transaction.swap(vllm, files, patch_set.version, names, patch_set.contract)
-    return _about(vllm) | {
-        "release": patch_set.version,
-        "patches": names,
-        "contract": patch_set.contract,
-        "modified": patch_set.touched,
-        "new": list(patch_set.overlay),
-        "undone": undone,
-    }
+            transaction.swap(
+                installation, files, patch_set.version, names, patch_set.contract
+            )
+    return Applied(
+        installation,
+        undone,
+        dry_run,
+        patch_set.version,
+        names,
+        patch_set.contract,
+        patch_set.touched,
+        list(patch_set.overlay),
+    )
 
 
-def _patched(vllm: Target, patch_set: PatchSet) -> dict[str, bytes]:
+def _patched(installation: Installation, patch_set: PatchSet) -> dict[str, bytes]:
     """The files to write. Raises PatchesError if the vLLM is not as released."""
-    again = f"undo that or reinstall {vllm.name} {vllm.version}, then apply"
-    if vllm.record and (bad := target.mismatches(vllm, ".py")):
+    release = f"{installation.name} {installation.version}"
+    again = f"undo that or reinstall {release}, then apply"
+    if installation.record and (bad := installation.mismatches(".py")):
         more = f" (nor are {len(bad) - 1} others)" if bad[1:] else ""
         raise PatchesError(
-            f"{vllm.root / bad[0].path} is {bad[0].problem}, not as its release "
-            f"shipped it{more}; {again}"
+            f"{installation.root / bad[0].path} is {bad[0].problem}, not as its "
+            f"release shipped it{more}; {again}"
         )
     for path in patch_set.overlay:
-        if os.path.lexists(vllm.root / path):
+        if os.path.lexists(installation.root / path):
             raise PatchesError(
-                f"{vllm.root / path} exists and is not its release's; {again}"
+                f"{installation.root / path} exists and is not its release's; {again}"
             )
-    return patch_set.apply(vllm.read) | patch_set.overlay
+    return patch_set.apply(installation.read) | patch_set.overlay
 
 
-def revert(path: Path | None, dry_run: bool) -> Document:
+def revert(root: Path | None, dry_run: bool) -> Reverted:
     """Put the vLLM back as it was installed, or undo what died half way."""
-    vllm = _installed(path)
-    with transaction.locked(vllm):
-        was = transaction.interrupted(vllm)
-        journal = transaction.read_journal(vllm)
+    installation = _installed(root)
+    with transaction.locked(installation):
+        was = transaction.interrupted(installation)
+        journal = transaction.read_journal(installation)
         if not was and not journal:
-            if vllm.patched_wheel:
-                way_out = f"install {vllm.name} {series.public(vllm.version)} instead"
+            if installation.patched_wheel:
+                release = releases.public(installation.version)
                 raise PatchesError(
-                    f"{vllm} was installed from a patched wheel; {way_out}"
+                    f"{installation} was installed from a patched wheel; install "
+                    f"{installation.name} {release} instead"
                 )
             raise PatchesError(
-                f"{vllm} is not patched; there is nothing to revert "
+                f"{installation} is not patched; there is nothing to revert "
                 "(`vllm-patches apply` patches it)"
             )
         if not dry_run:
-            transaction.restore(vllm)
+            transaction.restore(installation)
     files = list(journal.files) if journal else []
-    return _about(vllm) | {"files": files, "undone": was}
+    return Reverted(installation, was, dry_run, files)
 
 
-def verify(path: Path | None) -> Document:
+def verify(root: Path | None) -> Verified:
     """Recompute the hash and the size of every file that RECORD lists, in a tree
     without one of every file that `apply` changed."""
-    vllm = _installed(path)
-    with transaction.locked(vllm):
-        if was := transaction.interrupted(vllm):
+    installation = _installed(root)
+    with transaction.locked(installation):
+        if was := transaction.interrupted(installation):
             raise PatchesError(
-                f"an interrupted {was} left {vllm.root} half done; "
+                f"an interrupted {was} left {installation.root} half done; "
                 "`vllm-patches revert` undoes it"
             )
-        journal = transaction.read_journal(vllm)
-        if vllm.record:
-            bad = target.mismatches(vllm)
+        journal = transaction.read_journal(installation)
+        if installation.record:
+            bad = installation.mismatches()
         elif journal:
-            bad = transaction.mismatches(vllm, journal)
+            bad = transaction.mismatches(installation, journal)
         else:
             raise PatchesError(
-                f"{vllm.root} has no RECORD and no patches; there is nothing to verify"
+                f"{installation.root} has no RECORD and no patches; there is nothing "
+                "to verify"
             )
-    return _about(vllm) | {
-        "patched": bool(journal),
-        "mismatches": [asdict(each) for each in bad],
-    }
+    return Verified(installation, bool(journal), bad)
 
 
-def build_wheel(source: Path, folder: Path, dry_run: bool) -> Document:
+def build_wheel(source: Path, folder: Path, dry_run: bool) -> Built:
     """Build a patched wheel in a folder."""
     plan = wheel.plan(source, folder)
-    return {
-        "wheel": str(plan.wheel),
-        "version": plan.version,
-        "release": plan.release,
-        "sha256": None if dry_run else wheel.build(plan),
-    }
+    sha256 = None if dry_run else wheel.build(plan)
+    return Built(str(plan.wheel), plan.version, plan.release, sha256, dry_run)
 
 
 def export(
-    folder: Path, path: Path | None, release: str | None, dry_run: bool
-) -> Document:
+    folder: Path, root: Path | None, release: str | None, dry_run: bool
+) -> Exported:
     """Write a release's patches, the overlay as the first, into a new folder."""
     if release:
-        patch_set = series.find(release)
+        patch_set = PatchSet.find(release)
     else:
-        vllm = target.find(path)
-        release, patch_set = vllm.version, series.find(vllm.version)
+        installation = Installation.find(root)
+        release, patch_set = installation.version, PatchSet.find(installation.version)
     if not patch_set:
         versions = ", ".join(each.version for each in releases.RELEASES)
         raise PatchesError(
@@ -185,7 +191,7 @@ def export(
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise PatchesError(f"{folder} is there and not empty; give a new folder")
-    files = {"0000-overlay.patch": series.overlay_patch(patch_set)}
+    files = {"0000-overlay.patch": patch_set.overlay_patch()}
     files |= {patch.name: patch.text for patch in patch_set.patches}
     if not dry_run:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -197,23 +203,15 @@ def export(
             os.replace(fresh, folder)
         finally:
             shutil.rmtree(fresh, ignore_errors=True)
-    return {"release": patch_set.version, "folder": str(folder), "files": list(files)}
+    return Exported(patch_set.version, str(folder), list(files), dry_run)
 
 
-def _installed(path: Path | None) -> Target:
+def _installed(root: Path | None) -> Installation:
     """The vLLM, unless it is an editable install."""
-    vllm = target.find(path)
-    if vllm.editable:
+    installation = Installation.find(root)
+    if installation.editable:
         raise PatchesError(
-            f"{vllm} is an editable install of a checkout; in the checkout, run "
-            "`vllm-patches export DIR` and `git am DIR/*.patch`"
+            f"{installation} is an editable install of a checkout; in the checkout, "
+            "run `vllm-patches export DIR` and `git am DIR/*.patch`"
         )
-    return vllm
-
-
-def _about(vllm: Target) -> Document:
-    return {
-        "distribution": vllm.name,
-        "version": vllm.version,
-        "root": str(vllm.root),
-    }
+    return installation

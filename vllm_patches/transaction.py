@@ -24,7 +24,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vllm_patches.errors import PatchesError
-from vllm_patches.target import Mismatch, Target, digest, file_digest, with_files
+from vllm_patches.installation import Installation, Mismatch
+from vllm_patches.record import Record, digest, file_digest, lists
 
 APPLY, PATCHED, REVERT = "apply", "patched", "revert"
 """The journal's phases."""
@@ -52,152 +53,155 @@ class Busy(PatchesError):
 
 
 @contextlib.contextmanager
-def locked(target: Target) -> Iterator[None]:
+def locked(installation: Installation) -> Iterator[None]:
     """Hold the vLLM's lock. Raises Busy if another process does.
 
     The folder itself is locked, so no lock file is left behind, and the system lets
     go when the process dies."""
-    handle = os.open(target.dist_info or target.root / "vllm", os.O_RDONLY)
+    handle = os.open(installation.dist_info or installation.root / "vllm", os.O_RDONLY)
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Busy(
-                f"another vllm-patches is at work on {target.root}; wait for it to "
-                "end, then try again"
+                f"another vllm-patches is at work on {installation.root}; wait for it "
+                "to end, then try again"
             ) from None
         yield
     finally:
         os.close(handle)
 
 
-def state_folder(target: Target) -> Path:
+def state_folder(installation: Installation) -> Path:
     """Where the journal and the originals are kept."""
-    return (target.dist_info or target.root) / (
-        "vllm_patches" if target.dist_info else ".vllm_patches"
+    return (installation.dist_info or installation.root) / (
+        "vllm_patches" if installation.dist_info else ".vllm_patches"
     )
 
 
-def original(target: Target, path: str) -> Path:
+def original(installation: Installation, path: str) -> Path:
     """Where a modified file's original is kept. The suffix keeps compilers away."""
-    return state_folder(target) / "old" / f"{path}.orig"
+    return state_folder(installation) / "old" / f"{path}.orig"
 
 
-def _staged(target: Target, path: str) -> Path:
-    return state_folder(target) / "new" / f"{path}.new"
+def _staged(installation: Installation, path: str) -> Path:
+    return state_folder(installation) / "new" / f"{path}.new"
 
 
-def _journal(target: Target) -> Path:
-    return state_folder(target) / "journal.json"
+def _journal(installation: Installation) -> Path:
+    return state_folder(installation) / "journal.json"
 
 
-def _fresh_journal(target: Target) -> Path:
-    return state_folder(target) / "journal.tmp"
+def _fresh_journal(installation: Installation) -> Path:
+    return state_folder(installation) / "journal.tmp"
 
 
-def read_journal(target: Target) -> Journal | None:
+def read_journal(installation: Installation) -> Journal | None:
     """The journal, None if the vLLM is as installed. Raises PatchesError on a journal
     that nobody can read or that RECORD lists but is not there."""
     try:
-        document = json.loads(_journal(target).read_bytes())
+        document = json.loads(_journal(installation).read_bytes())
         document["files"] = {path: tuple(v) for path, v in document["files"].items()}
         return Journal(**document)
     except FileNotFoundError:
-        name = _journal(target).relative_to(target.root).as_posix()
-        if not target.record or f"{name},".encode() not in target.record.read_bytes():
+        name = _journal(installation).relative_to(installation.root).as_posix()
+        record = installation.record
+        if not record or not lists(record.read_bytes(), name):
             return None
     except (ValueError, TypeError, KeyError):
         pass
     raise PatchesError(
-        f"{_journal(target)} is lost or damaged; reinstall {target.name} "
-        f"{target.version}"
+        f"{_journal(installation)} is lost or damaged; reinstall {installation.name} "
+        f"{installation.version}"
     )
 
 
-def interrupted(target: Target) -> str | None:
+def interrupted(installation: Installation) -> str | None:
     """What a run that died was doing, "apply" or "revert"; None if none did."""
-    journal = read_journal(target)
+    journal = read_journal(installation)
     if journal is None:
-        return APPLY if state_folder(target).exists() else None
+        return APPLY if state_folder(installation).exists() else None
     if journal.phase == PATCHED:
-        return REVERT if _fresh_journal(target).exists() else None
+        return REVERT if _fresh_journal(installation).exists() else None
     return journal.phase
 
 
-def recover(target: Target) -> str | None:
+def recover(installation: Installation) -> str | None:
     """Put the old tree back if a run died. Gives what it was doing."""
-    was = interrupted(target)
+    was = interrupted(installation)
     if was:
-        restore(target)
+        restore(installation)
     return was
 
 
 def swap(
-    target: Target,
+    installation: Installation,
     files: Mapping[str, bytes],
     release: str,
     series: list[str],
     contract: int | None,
 ) -> None:
     """Write these files, all or none. Raises OSError with the old tree in place."""
-    journal = _stage(target, files, Journal(APPLY, release, series, contract, {}))
-    _write_journal(target, journal)
+    journal = _stage(installation, files, Journal(APPLY, release, series, contract, {}))
+    _write_journal(installation, journal)
     try:
         for path in journal.files:
-            place = target.root / path
+            place = installation.root / path
             place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(_staged(target, path), place)
+            os.replace(_staged(installation, path), place)
             _purge(place)
-        shutil.rmtree(state_folder(target) / "new")
-        _sync_folders(target, journal.files)
-        _write_journal(target, replace(journal, phase=PATCHED))
+        shutil.rmtree(state_folder(installation) / "new")
+        _sync_folders(installation, journal.files)
+        _write_journal(installation, replace(journal, phase=PATCHED))
     except BaseException:
-        restore(target)
+        restore(installation)
         raise
 
 
-def restore(target: Target) -> None:
+def restore(installation: Installation) -> None:
     """Put the old tree back, byte for byte, from any moment of `swap` or of this.
     Raises PatchesError, nothing changed, if a file is neither the old nor the new."""
-    journal = read_journal(target)
+    journal = read_journal(installation)
     if journal is None:  # nothing was swapped yet
-        shutil.rmtree(state_folder(target))
+        shutil.rmtree(state_folder(installation))
         return
     for path, (old, new) in journal.files.items():
-        place, kept = target.root / path, original(target, path)
-        now = _hash(place)
+        place, kept = installation.root / path, original(installation, path)
+        now = file_digest(place)
         if now not in (old, new, None) and new != ANY:
             raise PatchesError(
                 f"{place} was edited after apply; save and undo the edit "
                 f"({'its original is ' + str(kept) if old else 'or delete it'})"
-                f", or reinstall {target.name}"
+                f", or reinstall {installation.name}"
             )
-        if now != old and old and _hash(kept) != old:
-            raise PatchesError(f"{kept} is lost or damaged; reinstall {target.name}")
-    _check_writable(target, journal.files)
+        if now != old and old and file_digest(kept) != old:
+            raise PatchesError(
+                f"{kept} is lost or damaged; reinstall {installation.name}"
+            )
+    _check_writable(installation, journal.files)
     if journal.phase == PATCHED:
-        _write_journal(target, replace(journal, phase=REVERT))
+        _write_journal(installation, replace(journal, phase=REVERT))
     for path, (old, _) in reversed(journal.files.items()):
-        place = target.root / path
-        if old and _hash(place) != old:
-            os.replace(original(target, path), place)
+        place = installation.root / path
+        if old and file_digest(place) != old:
+            os.replace(original(installation, path), place)
         elif not old and place.is_file():
             place.unlink()
         _purge(place)
         if old is None:
-            _prune(place.parent, target.root)
-    _sync_folders(target, journal.files)
+            _prune(place.parent, installation.root)
+    _sync_folders(installation, journal.files)
     for name in ("new", "old"):
-        if (state_folder(target) / name).exists():
-            shutil.rmtree(state_folder(target) / name)
-    _fresh_journal(target).unlink(missing_ok=True)
-    _journal(target).unlink()
-    state_folder(target).rmdir()
+        if (state_folder(installation) / name).exists():
+            shutil.rmtree(state_folder(installation) / name)
+    _fresh_journal(installation).unlink(missing_ok=True)
+    _journal(installation).unlink()
+    state_folder(installation).rmdir()
 
 
-def mismatches(target: Target, journal: Journal) -> list[Mismatch]:
+def mismatches(installation: Installation, journal: Journal) -> list[Mismatch]:
     """The files that are not as `swap` wrote them."""
-    found = {path: _hash(target.root / path) for path in journal.files}
+    found = {path: file_digest(installation.root / path) for path in journal.files}
     return [
         Mismatch(path, "changed" if found[path] else "missing")
         for path, (_, new) in journal.files.items()
@@ -205,64 +209,74 @@ def mismatches(target: Target, journal: Journal) -> list[Mismatch]:
     ]
 
 
-def _stage(target: Target, files: Mapping[str, bytes], journal: Journal) -> Journal:
+def _stage(
+    installation: Installation, files: Mapping[str, bytes], journal: Journal
+) -> Journal:
     """Fill the state folder, without the journal. Gives the journal to write."""
-    names = sorted(files, key=lambda path: (target.root / path).exists())  # new first
+    names = sorted(
+        files, key=lambda path: (installation.root / path).exists()
+    )  # new first
     after = {path: files[path] for path in names}
     before = {
-        path: target.read(path) for path in names if (target.root / path).exists()
+        path: installation.read(path)
+        for path in names
+        if (installation.root / path).exists()
     }
     changes: dict[str, tuple[str | None, str | None]] = {
         path: (digest(before[path]) if path in before else None, digest(data))
         for path, data in after.items()
     }
-    if target.record:
-        record = target.record.relative_to(target.root).as_posix()
-        before[record] = target.read(record)
+    if installation.record:
+        record = installation.record.relative_to(installation.root).as_posix()
+        before[record] = installation.read(record)
         changes = {record: (digest(before[record]), ANY)} | changes
         journal = replace(journal, files=changes)
-        state = {original(target, path): data for path, data in before.items()}
-        state[_journal(target)] = replace(journal, phase=PATCHED).encode()
+        state = {original(installation, path): data for path, data in before.items()}
+        state[_journal(installation)] = replace(journal, phase=PATCHED).encode()
         listed = {
-            path.relative_to(target.root).as_posix(): data
+            path.relative_to(installation.root).as_posix(): data
             for path, data in state.items()
         }
-        after[record] = with_files(before[record], after | listed)
+        rows = Record.parse(before[record], installation)
+        after[record] = rows.with_files(after | listed).encode()
     journal = replace(journal, files=changes)
 
-    _check_writable(target, [*after, state_folder(target).relative_to(target.root)])
+    _check_writable(
+        installation,
+        [*after, state_folder(installation).relative_to(installation.root)],
+    )
     try:
         for path in before:
-            kept = original(target, path)
+            kept = original(installation, path)
             kept.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(target.root / path, kept)
+            shutil.copy2(installation.root / path, kept)
             _sync(kept)
         for path, data in after.items():
-            staged = _staged(target, path)
+            staged = _staged(installation, path)
             staged.parent.mkdir(parents=True, exist_ok=True)
             _write(staged, data)
             if path in before:
-                shutil.copymode(target.root / path, staged)
-        copies = {original(target, path): data for path, data in before.items()}
-        copies |= {_staged(target, path): data for path, data in after.items()}
+                shutil.copymode(installation.root / path, staged)
+        copies = {original(installation, path): data for path, data in before.items()}
+        copies |= {_staged(installation, path): data for path, data in after.items()}
         for copy, data in copies.items():
-            if _hash(copy) != digest(data):
+            if file_digest(copy) != digest(data):
                 raise OSError(f"{copy} does not read back as written")
             _sync(copy.parent)
     except BaseException:
-        shutil.rmtree(state_folder(target), ignore_errors=True)
+        shutil.rmtree(state_folder(installation), ignore_errors=True)
         raise
     return journal
 
 
-def _write_journal(target: Target, journal: Journal) -> None:
-    fresh = _fresh_journal(target)
+def _write_journal(installation: Installation, journal: Journal) -> None:
+    fresh = _fresh_journal(installation)
     try:
         _write(fresh, journal.encode())
     except BaseException:
         fresh.unlink(missing_ok=True)
         raise
-    os.replace(fresh, _journal(target))
+    os.replace(fresh, _journal(installation))
     _sync(fresh.parent)
 
 
@@ -282,21 +296,16 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _sync_folders(target: Target, paths: Iterable[str]) -> None:
-    for folder in {(target.root / path).parent for path in paths}:
+def _sync_folders(installation: Installation, paths: Iterable[str]) -> None:
+    for folder in {(installation.root / path).parent for path in paths}:
         if folder.exists():
             _sync(folder)
 
 
-def _hash(path: Path) -> str | None:
-    found = file_digest(path)
-    return found[0] if found else None
-
-
-def _check_writable(target: Target, paths: Iterable[str | Path]) -> None:
+def _check_writable(installation: Installation, paths: Iterable[str | Path]) -> None:
     """Raises PatchesError if a folder that must change is read-only."""
     for path in paths:
-        folder = (target.root / path).parent
+        folder = (installation.root / path).parent
         while not folder.is_dir():
             folder = folder.parent
         for place in (folder, folder / "__pycache__"):

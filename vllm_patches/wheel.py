@@ -12,20 +12,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from email.parser import BytesHeaderParser
 from pathlib import Path
-from typing import IO
+from typing import IO, BinaryIO, cast
 
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
-from vllm_patches import series
 from vllm_patches.errors import PatchesError
-from vllm_patches.target import LOCAL_TAG, OWNED, encode, rows, with_files
+from vllm_patches.installation import LOCAL_TAG, OWNED
+from vllm_patches.patch_set import PatchSet
+from vllm_patches.record import CHUNK, Record
 
 REVISION = 1
 """Last part of the local version. Raise it when a series or the overlay changes after
 its wheels were given out."""
-CHUNK = 1 << 20
-"""Bytes read at a time."""
 MODE = 0o100644 << 16
 """A new file's attributes in the archive."""
 BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, UnicodeError)
@@ -44,15 +43,12 @@ class Plan:
     new: str
     changed: dict[str, bytes]
     """By its path in the patched wheel, RECORD included."""
-    hashes: dict[str, str]
-    """By path in the source, as its RECORD has them."""
+    record: Record
+    """The source's own."""
 
-    def rename(self, name: str) -> str:
+    def rename(self, path: str) -> str:
         """The path in the patched wheel of a file of the source."""
-        for folder in (".dist-info/", ".data/"):
-            if name.startswith(self.old + folder):
-                return self.new + name[len(self.old) :]
-        return name
+        return _renamed(path, self.old, self.new)
 
 
 def plan(source: Path, folder: Path) -> Plan:
@@ -69,9 +65,9 @@ def plan(source: Path, folder: Path) -> Plan:
         infos = [
             name for name in names if re.fullmatch(r"[^/]+\.dist-info/RECORD", name)
         ]
-        record = archive.read(infos[0]) if len(infos) == 1 else b""
-        listed = rows(record)
-        if OWNED not in listed:
+        data = archive.read(infos[0]) if len(infos) == 1 else b""
+        record = Record.parse(data, source)
+        if OWNED not in record.entries:
             raise PatchesError(f"{source} is no vLLM wheel: no RECORD lists {OWNED}")
         old = infos[0].removesuffix(".dist-info/RECORD")
         metadata = archive.read(f"{old}.dist-info/METADATA")
@@ -79,16 +75,15 @@ def plan(source: Path, folder: Path) -> Plan:
         local = Version(version).local
         if LOCAL_TAG in (local or "").split("."):
             raise PatchesError(f"{source} is patched already; give the pristine wheel")
-        patch_set = series.require(version, archive.read)
+        patch_set = PatchSet.require(version, archive.read)
         present = sorted(patch_set.overlay.keys() & set(names))
         if present:
             raise PatchesError(
                 f"{source} has {present[0]} already; give a pristine one"
             )
-        hashes = {path: cells[0] for path, cells in listed.items()}
         for path in patch_set.touched:
             if path in names:
-                _check(source, archive, path, hashes)
+                _check(source, archive, path, record)
         files = patch_set.apply(archive.read) | patch_set.overlay
 
     tag = f"{LOCAL_TAG}.{REVISION}"
@@ -99,14 +94,10 @@ def plan(source: Path, folder: Path) -> Plan:
         rb"(?m)^Version: .*$", f"Version: {patched}".encode(), metadata, count=1
     )
     tags = source.name.split("-", 2)[2]
-    record = re.sub(
-        rb"(?m)^(\"?)" + re.escape(old.encode()) + rb"(?=\.(?:dist-info|data)/)",
-        rb"\g<1>" + new.encode(),
-        record,
-    )
-    files[f"{new}.dist-info/RECORD"] = with_files(record, files)
+    listed = record.renamed(lambda path: _renamed(path, old, new)).with_files(files)
+    files[f"{new}.dist-info/RECORD"] = listed.encode()
     wheel = folder / f"{new}-{tags}"
-    return Plan(source, wheel, patched, patch_set.version, old, new, files, hashes)
+    return Plan(source, wheel, patched, patch_set.version, old, new, files, record)
 
 
 def build(plan: Plan) -> str:
@@ -156,21 +147,22 @@ def _opened(source: Path) -> Iterator[zipfile.ZipFile]:
         ) from None
 
 
-def _check(
-    source: Path, archive: zipfile.ZipFile, name: str, hashes: dict[str, str]
-) -> None:
+def _renamed(path: str, old: str, new: str) -> str:
+    for folder in (".dist-info/", ".data/"):
+        if path.startswith(old + folder):
+            return new + path[len(old) :]
+    return path
+
+
+def _check(source: Path, archive: zipfile.ZipFile, name: str, record: Record) -> None:
     """Raises PatchesError if a file is not as RECORD says."""
-    expected = hashes.get(name)
-    if not expected:
+    if not (entry := record.entries.get(name)):
         return
-    sha256 = hashlib.sha256()
     with archive.open(name) as file:
-        while chunk := file.read(CHUNK):
-            sha256.update(chunk)
-    if encode(sha256.digest()) != expected:
-        raise PatchesError(
-            f"{name} in {source} is not as its RECORD says; download it again"
-        )
+        if not entry.validate_stream(cast(BinaryIO, file)):
+            raise PatchesError(
+                f"{name} in {source} is not as its RECORD says; download it again"
+            )
 
 
 def _write(
@@ -186,7 +178,7 @@ def _write(
         data = plan.changed[path]
         _add(patched, path, entry.date_time, entry.external_attr, data)
         return
-    _check(plan.source, archive, entry.filename, plan.hashes)
+    _check(plan.source, archive, entry.filename, plan.record)
     assert patched.fp is not None
     copied = copy.copy(entry)
     copied.filename = path

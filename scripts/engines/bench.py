@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from scripts.engines import environment
+from vllm_patches.installation import Installation
 
 GROUP_LAYERS = 24
 PAGE = 16384
@@ -94,9 +95,6 @@ def main(
     layers: Annotated[int, typer.Option(help="Layers of the pool.")] = 96,
     blocks: Annotated[int, typer.Option(help="Blocks of the pool.")] = 100_000,
     rounds: Annotated[int, typer.Option(help="Rounds to take the median of.")] = 50,
-    release: Annotated[
-        str, typer.Option(help="vLLM release to measure on.")
-    ] = environment.DEFAULT_RELEASE,
 ) -> None:
     """Time the views of a large pool, beside LMCache's own edits."""
     os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
@@ -125,6 +123,7 @@ def main(
         fingerprint_ms = milliseconds(lambda: ours().fingerprint, rounds)
         edits_ms = milliseconds(edits, rounds)
         touched = 512 * (os.stat(path).st_blocks - untouched)
+    release = Installation.find().version
     typer.echo(
         f"vLLM {release}: {len(views)} layers of {blocks:,} blocks, "
         f"{PAGE:,} bytes a page\n"
@@ -137,4 +136,6 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app = typer.Typer(add_completion=False)
+    app.command(epilog=environment.RELEASE_HELP)(main)
+    app(prog_name="scripts/bench")

@@ -23,7 +23,7 @@ import traceback
 from dataclasses import asdict, dataclass, field
 from typing import IO, Any
 
-from packaging.version import Version
+from vllm_patches import releases
 
 # Imported before the engines' processes part ways; none starts an engine or a thread.
 _SLOW_IMPORTS = (
@@ -128,10 +128,8 @@ def release_args() -> dict[str, Any]:
     """Engine arguments that this vLLM needs to run the tiny models."""
     import vllm
 
-    if Version(vllm.__version__) < Version("0.29"):
-        # The gated delta net's CPU kernels take no other; later it is the default.
-        return {"mamba_ssm_cache_dtype": "float32"}
-    return {}
+    release = releases.find(vllm.__version__)
+    return dict(release.engine_args) if release else {}
 
 
 def describe_groups() -> list[dict[str, Any]]:

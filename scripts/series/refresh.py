@@ -8,7 +8,9 @@ import typer
 from rich.console import Console
 
 from scripts.series import trees
-from vllm_patches import releases, series
+from vllm_patches import releases
+from vllm_patches.patch_set import PatchSet
+from vllm_patches.releases import Release
 
 
 class Refused(Exception):
@@ -22,7 +24,7 @@ def refresh(release: str) -> list[str]:
         What was done, a line each.
 
     """
-    folder = _series(release)
+    folder = supported(release).series
     tree = trees.path(release)
     on_disk = read(folder)
     if not tree.exists():
@@ -49,11 +51,11 @@ def refresh(release: str) -> list[str]:
     return changes or [f"{folder}: {len(new)} patches, nothing changed"]
 
 
-def _series(release: str) -> Path:
-    for known in releases.RELEASES:
-        if known.version == release:
-            return known.series
-    near = series.nearest(release).version
+def supported(release: str) -> Release:
+    """The release's facts. Raises Refused if there is no series for it."""
+    if known := releases.find(release):
+        return known
+    near = PatchSet.nearest(release).version
     raise Refused(
         f"vLLM {release} is not supported; the nearest supported release is {near}: "
         f"`scripts/port {near} {release}` ports its series"

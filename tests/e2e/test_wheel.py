@@ -10,8 +10,9 @@ from pathlib import Path
 
 from scripts.engines import environment
 from scripts.series.wheels import fetch_wheel
+from vllm_patches import releases
 
-RELEASE = environment.DEFAULT_RELEASE
+RELEASE = releases.default().version
 TOOL = ("-c", "from vllm_patches.cli import app; app()")
 
 
@@ -35,7 +36,7 @@ def test_round_trip_from_an_installed_patched_wheel(tmp_path: Path) -> None:
     assert document["version"] == f"{RELEASE}+logical.1"
     assert document["state"] == "patched"
     done = subprocess.run(
-        [str(python), "-m", "scripts.engines.roundtrip", "--model", "plain"],
+        [str(python), "-m", "scripts.engines.roundtrip_cli", "--model", "plain"],
         env=env,
         capture_output=True,
         text=True,

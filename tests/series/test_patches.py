@@ -8,7 +8,7 @@ import pytest
 
 from scripts.series import trees
 from vllm_patches import releases
-from vllm_patches.series import PatchSet
+from vllm_patches.patch_set import PatchSet
 
 ROOT = Path(__file__).parents[2]
 MAX_PATCHES = 6
@@ -19,7 +19,7 @@ FIELDS = ("Description", "Forwarded", "Applied-Upstream", "Last-Update")
 
 @pytest.fixture(params=releases.RELEASES, ids=lambda release: release.version)
 def series(request: pytest.FixtureRequest) -> PatchSet:
-    return PatchSet.load(request.param.version, request.param.series)
+    return PatchSet.of(request.param)
 
 
 def test_table_and_folders_agree() -> None:

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from scripts.series import port, refresh, trees, wheels
-from vllm_patches import actions, releases
+from vllm_patches import actions
 from vllm_patches.errors import PatchesError
-from vllm_patches.series import PatchSet
+from vllm_patches.patch_set import PatchSet
 
 WORKER = "vllm/v1/worker"
 
@@ -46,15 +46,13 @@ def test_port_to_a_sibling_applies_with_offsets() -> None:
 def test_port_to_an_unknown_release(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(refresh.Refused, match="index has no vLLM 0.32.99"):
         port.port("0.32.0", "0.32.99")
-
-
-def patch_set(version: str) -> PatchSet:
-    return PatchSet.load(version, releases.SERIES / f"v{version}")
+    with pytest.raises(refresh.Refused, match="vLLM 0.31.0 is not supported"):
+        port.port("0.31.0", "0.32.0")
 
 
 def test_report_knows_what_is_upstream() -> None:
     """A release that has a patch already does not get it twice."""
-    release = patch_set("0.32.0")
+    release = PatchSet.nearest("0.32.0")
     pristine = wheels.unpack_python("0.32.0")
     patched = release.apply(lambda path: (pristine / path).read_bytes())
     again = release.report(lambda path: patched[path])
@@ -62,7 +60,7 @@ def test_report_knows_what_is_upstream() -> None:
 
 
 def test_report_finds_moved_lines() -> None:
-    release = patch_set("0.30.0")
+    release = PatchSet.nearest("0.30.0")
     pristine = wheels.unpack_python("0.30.0")
 
     def read(path: str) -> bytes:
@@ -89,7 +87,7 @@ def test_nightly_is_refused_with_a_report(
         actions.apply(tree, dry_run=False)
     assert f"vLLM {version} is not supported" in str(refused.value)
     assert f"nearest supported release is {near}" in str(refused.value)
-    names = [patch.name for patch in patch_set(near).patches]
+    names = [patch.name for patch in PatchSet.nearest(near).patches]
     assert [line.split(": ")[0] for line in refused.value.details] == names
     assert any(": conflict: vllm/" in line for line in refused.value.details)
     assert not (tree / WORKER / "logical_blocks.py").exists()

@@ -1,4 +1,7 @@
-"""Every release's tree: patched, compiled, tested in its own process, and restored."""
+"""Every release's tree: patched, compiled, tested in its own process, and restored.
+
+The overlay's tests take its every branch, on one release or another.
+"""
 
 import hashlib
 import os
@@ -9,19 +12,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import coverage
 import pytest
 
 from scripts.series import wheels
 from vllm_patches import actions, releases
+from vllm_patches.patch_set import OVERLAY
 
 ROOT = Path(__file__).parents[2]
 RELEASES = [release.version for release in releases.RELEASES]
-OVERLAY_TESTS = sorted(
-    path
-    for path in (ROOT / "tests/unit/overlay").glob("test_*.py")
-    if path.stem != "test_releases"  # starts processes like ours
-)
-OWN_TESTS = ROOT / "tests/series/worker"
+TESTS = (ROOT / "tests/series/worker", ROOT / "tests/unit/overlay")
+OVERLAY_FILES = sorted(OVERLAY.rglob("*.py"))
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Run:
     """Hashes once the series is taken out again."""
     compiled: subprocess.CompletedProcess[str]
     tested: subprocess.CompletedProcess[str]
+    coverage: Path
+    """Which branches of the overlay the tests took."""
 
 
 def run(release: str, folder: Path) -> Run:
@@ -42,18 +45,22 @@ def run(release: str, folder: Path) -> Run:
     before = hashes(tree)
     actions.apply(tree, dry_run=False)
     patched = hashes(tree)
-    compiled = python("-m", "compileall", "-q", str(tree / "vllm"))
-    tests = [str(path) for path in (OWN_TESTS, *OVERLAY_TESTS)]
+    changed = [path for path in changes(before, patched) if path.endswith(".py")]
+    compiled = python("-m", "compileall", "-q", *(str(tree / path) for path in changed))
+    data = folder / "coverage"
+    include = ",".join(f"*/{path.relative_to(OVERLAY)}" for path in OVERLAY_FILES)
+    measure = ["run", "--branch", f"--data-file={data}", f"--include={include}"]
     options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=few"]
+    tests = ["-m", "pytest", *options, *map(str, TESTS)]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "SERIES_TREE": str(tree),
     }
-    tested = python("-m", "pytest", *options, *tests, **environment)
+    tested = python("-m", "coverage", *measure, *tests, **environment)
     actions.revert(tree, dry_run=False)
-    return Run(before, patched, hashes(tree), compiled, tested)
+    return Run(before, patched, hashes(tree), compiled, tested, data)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +71,11 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
         capture_output=True,
         text=True,
     )
+
+
+def changes(before: dict[str, str], after: dict[str, str]) -> set[str]:
+    """The files that are new or changed."""
+    return {path for path in after if after[path] != before.get(path)}
 
 
 def hashes(tree: Path) -> dict[str, str]:
@@ -92,13 +104,12 @@ def seen(request: pytest.FixtureRequest, runs: dict[str, Future[Run]]) -> Run:
 
 def test_series_changes_what_it_says(seen: Run) -> None:
     """The touched files and the overlay, and beside the tool's own records no more."""
-    changed = {
-        path for path in seen.patched if seen.patched[path] != seen.before.get(path)
-    }
-    code = {path for path in changed if path.startswith("vllm/")}
-    assert "vllm/v1/worker/logical_blocks.py" in code - seen.before.keys()
-    assert "vllm/v1/worker/block_table.py" in code
-    assert all(".dist-info/" in path for path in changed - code)
+    changed = changes(seen.before, seen.patched)
+    ours = {path for path in changed if path.startswith("vllm/")}
+    new = {path.relative_to(OVERLAY).as_posix() for path in OVERLAY_FILES}
+    assert ours - seen.before.keys() == new
+    assert "vllm/v1/worker/block_table.py" in ours
+    assert all(".dist-info/" in path for path in changed - ours)
 
 
 def test_tree_compiles(seen: Run) -> None:
@@ -113,3 +124,20 @@ def test_tree_passes_its_tests(seen: Run) -> None:
 
 def test_revert_restores_every_hash(seen: Run) -> None:
     assert seen.after == seen.before
+
+
+def test_every_branch_of_the_overlay_is_taken(
+    runs: dict[str, Future[Run]], tmp_path: Path
+) -> None:
+    """By one release's tests or another's; all trees hold the same files."""
+    config = tmp_path / "coveragerc"
+    config.write_text(f"[paths]\nvllm =\n  {OVERLAY / 'vllm'}\n  */vllm\n")
+    all_runs = coverage.Coverage(tmp_path / "coverage", config_file=str(config))
+    data = [str(run.result().coverage) for run in runs.values()]
+    all_runs.combine(data, keep=True)
+    files = {str(path) for path in OVERLAY_FILES}
+    assert all_runs.get_data().measured_files() == files
+    report = tmp_path / "report"
+    with report.open("w") as file:
+        percent = all_runs.report(show_missing=True, file=file)
+    assert percent == 100, report.read_text()

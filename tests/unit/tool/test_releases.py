@@ -6,7 +6,9 @@ import pytest
 
 from scripts.series import wheels
 from tests.unit.tool.conftest import snapshot
-from vllm_patches import actions, releases, target
+from vllm_patches import actions, releases
+from vllm_patches.installation import Installation
+from vllm_patches.results import Applied
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["installed", "bare"])
@@ -20,16 +22,17 @@ def test_apply_verify_revert(
         info.rename(tree / "kept")
     before = snapshot(tree)
     applied = actions.apply(tree, dry_run=False)
-    assert applied["release"] == release.version
-    assert actions.status(tree)["state"] == "patched"
-    assert actions.verify(tree)["mismatches"] == []
+    assert isinstance(applied, Applied)
+    assert applied.release == release.version
+    assert actions.status(tree).state == "patched"
+    assert actions.verify(tree).mismatches == []
     after = snapshot(tree)
     changed = {path for path, data in after.items() if before.get(path) != data}
-    assert changed >= {*applied["modified"], *applied["new"]}
+    assert changed >= {*applied.modified, *applied.new}
     assert {path for path in changed if path.startswith("vllm/")} == (
-        {*applied["modified"], *applied["new"]}
+        {*applied.modified, *applied.new}
     )
     actions.revert(tree, dry_run=False)
     assert snapshot(tree) == before
     if not bare:
-        assert target.mismatches(target.find(tree)) == []
+        assert Installation.find(tree).mismatches() == []

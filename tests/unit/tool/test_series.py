@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, git
-from vllm_patches import releases, series
+from vllm_patches import releases
 from vllm_patches.errors import PatchesError
-from vllm_patches.series import Patch, PatchSet
+from vllm_patches.patch import Patch
+from vllm_patches.patch_set import PatchSet
 
 
 def load() -> PatchSet:
-    patch_set = series.find(RELEASE)
+    patch_set = PatchSet.find(RELEASE)
     assert patch_set
     return patch_set
 
@@ -38,7 +39,7 @@ def test_every_series_applies_as_git_does(
     release: releases.Release, tmp_path: Path
 ) -> None:
     """The project's own, exported and applied by `git am` to the real release."""
-    patch_set = PatchSet.load(release.version, release.series)
+    patch_set = PatchSet.of(release)
     tree = wheels.unpack_python(release.version)
     files = patch_set.apply(reader(tree)) | patch_set.overlay
     for path in patch_set.touched:
@@ -48,7 +49,7 @@ def test_every_series_applies_as_git_does(
     git(tmp_path, "add", "-A")
     git(tmp_path, "commit", "-qm", "As released")
     mail = tmp_path / "overlay.patch"
-    mail.write_text(series.overlay_patch(patch_set))
+    mail.write_text(patch_set.overlay_patch())
     patches = [str(path) for path in sorted(release.series.glob("*.patch"))]
     git(tmp_path, "am", "-q", str(mail), *patches)
     for path, data in files.items():
@@ -150,14 +151,14 @@ def test_nearest(
         if each != RELEASE:
             (small_series.parent / f"v{each}").symlink_to(small_series)
     monkeypatch.setattr(releases, "RELEASES", tuple(supported))
-    assert series.nearest(version).version == expected
+    assert PatchSet.nearest(version).version == expected
 
 
 def test_local_tag_is_no_other_release(small_series: Path) -> None:
-    assert series.find("0.32.0+cu129")
-    assert not series.find("0.32.0.dev1")
-    assert not series.find("0.32.0rc1")
-    assert not series.find("0.32.0.post1")
+    assert PatchSet.find("0.32.0+cu129")
+    assert not PatchSet.find("0.32.0.dev1")
+    assert not PatchSet.find("0.32.0rc1")
+    assert not PatchSet.find("0.32.0.post1")
 
 
 def test_empty_series_is_told(small_series: Path) -> None:

@@ -22,6 +22,7 @@ from tests.unit.tool.conftest import (
 )
 from vllm_patches import actions, transaction
 from vllm_patches.errors import PatchesError
+from vllm_patches.installation import Installation, Mismatch
 
 pytestmark = pytest.mark.usefixtures("small_series")
 BLOCK_TABLE = "vllm/v1/worker/block_table.py"
@@ -36,7 +37,7 @@ def revert(root: Path) -> None:
 
 
 def state(root: Path) -> str:
-    return actions.status(root)["state"]
+    return actions.status(root).state
 
 
 def no_space() -> None:
@@ -237,9 +238,7 @@ def test_edit_after_apply_is_not_lost(new: Path) -> None:
     with pytest.raises(PatchesError, match="block_table.py was edited after apply"):
         revert(new)
     assert snapshot(new) == before
-    assert actions.verify(new)["mismatches"] == [
-        {"path": BLOCK_TABLE, "problem": "changed"}
-    ]
+    assert actions.verify(new).mismatches == [Mismatch(BLOCK_TABLE, "changed")]
 
 
 def test_lost_original_is_told(new: Path) -> None:
@@ -267,4 +266,4 @@ def test_originals_survive_a_lost_journal(cut: Path, small: Path) -> None:
     with pytest.raises(PatchesError, match="lost or damaged; reinstall"):
         revert(small)
     assert list(small.rglob("block_table.py.orig"))
-    assert transaction.state_folder(actions.target.find(small)).exists()
+    assert transaction.state_folder(Installation.find(small)).exists()

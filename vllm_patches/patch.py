@@ -1,19 +1,11 @@
-"""A release's patches and the overlay, applied in memory."""
+"""A `git format-patch` file, applied in memory to files that may not be its own."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from email.parser import HeaderParser
 from functools import cached_property
-from pathlib import Path
 
-from packaging.version import Version
-
-from vllm_patches import releases
 from vllm_patches.errors import PatchesError
-
-OVERLAY = Path(__file__).parent / "overlay"
-CONTRACT = re.compile(rb"^CONTRACT_VERSION = (\d+)$", re.MULTILINE)
 
 FILE = re.compile(r"diff --git a/(.+) b/(.+)")
 HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
@@ -37,6 +29,10 @@ class Hunk:
     """Its first line in the file before the patch, counted from 0."""
     old: list[str]
     new: list[str]
+
+    @property
+    def where(self) -> str:
+        return f"{self.path} hunk {self.number} (line {self.start + 1})"
 
     def matches(self, lines: list[str], start: int) -> bool:
         """Whether the lines that the hunk expects are at `start`."""
@@ -82,66 +78,6 @@ class Patch:
 
 
 @dataclass(frozen=True)
-class PatchSet:
-    """What is done to a release: its series and the overlay."""
-
-    version: str
-    patches: list[Patch]
-    overlay: dict[str, bytes]
-    """New files, by their path relative to the root."""
-
-    @classmethod
-    def load(cls, version: str, folder: Path) -> "PatchSet":
-        """Read a series' folder and the overlay."""
-        patches = [
-            Patch(path.name, path.read_bytes().decode())
-            for path in sorted(folder.glob("*.patch"))
-        ]
-        if not patches:
-            raise PatchesError(f"no patches in {folder}; reinstall vllm-logical-blocks")
-        files = {
-            path.relative_to(OVERLAY).as_posix(): path.read_bytes()
-            for path in sorted(OVERLAY.rglob("*"))
-            if path.is_file() and path.suffix != ".pyc"
-        }
-        return cls(version, patches, files)
-
-    @property
-    def contract(self) -> int | None:
-        """The overlay's contract version."""
-        return contract_version(self.overlay.values())
-
-    @property
-    def touched(self) -> list[str]:
-        """The files that the series modifies."""
-        return list(dict.fromkeys(path for p in self.patches for path in p.hunks))
-
-    def apply(self, read: Read) -> dict[str, bytes]:
-        """The modified files' new bytes. Every hunk must match at its very line;
-        raises PatchesError on the first that does not."""
-        files = _Files(read)
-        for patch in self.patches:
-            for path, hunks in patch.hunks.items():
-                for hunk, offset in files.patch(path, hunks, search=False):
-                    if offset is None:
-                        raise PatchesError(
-                            f"{patch.name} does not apply: {_where(hunk)} does not "
-                            f"match; is this vLLM {self.version} as released?"
-                        )
-        return files.bytes()
-
-    def port(self, read: Read) -> list["Outcome"]:
-        """How each patch fares on files that it was not made for. Hunks are searched
-        for near their lines, and a patch applies wholly or not at all, as in git."""
-        files = _Files(read)
-        return [files.port(patch) for patch in self.patches]
-
-    def report(self, read: Read) -> list[str]:
-        """One line per patch: its outcome on these files."""
-        return [str(outcome) for outcome in self.port(read)]
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How a patch fares on files that it was not made for."""
 
@@ -160,7 +96,7 @@ class Outcome:
 
     def __str__(self) -> str:
         if self.conflicts:
-            result = "conflict: " + "; ".join(map(_where, self.conflicts))
+            result = "conflict: " + "; ".join(hunk.where for hunk in self.conflicts)
         elif self.is_upstream:
             result = "already upstream"
         else:
@@ -168,11 +104,7 @@ class Outcome:
         return f"{self.patch.name}: {result}"
 
 
-def _where(hunk: Hunk) -> str:
-    return f"{hunk.path} hunk {hunk.number} (line {hunk.start + 1})"
-
-
-class _Files:
+class Files:
     """Files under a series, kept as lines without their ends."""
 
     def __init__(self, read: Read) -> None:
@@ -232,75 +164,3 @@ class _Files:
 
     def bytes(self) -> dict[str, bytes]:
         return {path: "\n".join(lines).encode() for path, lines in self._lines.items()}
-
-
-def contract_version(files: Iterable[bytes]) -> int | None:
-    """The `CONTRACT_VERSION` that one of the files sets, None where none does."""
-    for data in files:
-        if match := CONTRACT.search(data):
-            return int(match[1])
-    return None
-
-
-def public(version: str) -> str:
-    """A version without its local tag: the release."""
-    return version.partition("+")[0]
-
-
-def find(version: str) -> PatchSet | None:
-    """The patch set for a vLLM version, its local tag aside; None where there is
-    none."""
-    for release in releases.RELEASES:
-        if release.version == public(version):
-            return PatchSet.load(release.version, release.series)
-    return None
-
-
-def nearest(version: str) -> PatchSet:
-    """The patch set of the supported release nearest to a version."""
-
-    def rank(text: str) -> int:
-        number = Version(text)
-        return 1_000_000 * number.major + 1_000 * number.minor + number.micro
-
-    def distance(release: releases.Release) -> int:
-        return abs(rank(release.version) - rank(version))
-
-    release = min(releases.RELEASES, key=distance)
-    return PatchSet.load(release.version, release.series)
-
-
-def require(version: str, read: Read) -> PatchSet:
-    """The patch set for a vLLM version. Raises PatchesError on an unsupported one,
-    with a report of how far the nearest release's series applies."""
-    if patch_set := find(version):
-        return patch_set
-    near = nearest(version)
-    raise PatchesError(
-        f"vLLM {version} is not supported; the nearest supported release is "
-        f"{near.version}: install that, or `export --release {near.version}` its "
-        "patches and port them",
-        near.report(read),
-    )
-
-
-def overlay_patch(patch_set: PatchSet) -> str:
-    """The overlay as a mail that `git am` takes, from the series' first author."""
-    headers = HeaderParser().parsestr(patch_set.patches[0].text)
-    lines = [
-        "From " + "0" * 40 + " Mon Sep 17 00:00:00 2001",
-        "From: " + " ".join(headers["From"].split()),
-        f"Date: {headers['Date']}",
-        "Subject: [PATCH] Add the files that the series wires in",
-        "",
-        "---",
-    ]
-    for path, data in patch_set.overlay.items():
-        lines += [f"diff --git a/{path} b/{path}", "new file mode 100644"]
-        if not data:
-            lines += ["index 0000000..e69de29"]  # git's name of an empty file
-            continue
-        added = data.decode().removesuffix("\n").split("\n")
-        lines += ["--- /dev/null", f"+++ b/{path}", f"@@ -0,0 +1,{len(added)} @@"]
-        lines += ["+" + line for line in added]
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,159 @@
+"""An installed or unpacked vLLM: where it is, which release, and its RECORD."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
+
+from vllm_patches.errors import PatchesError
+from vllm_patches.record import Record, lists
+
+OWNED = "vllm/__init__.py"
+"""Whose RECORD lists this file owns the package, whatever its name."""
+LOCAL_TAG = "logical"
+"""Part of the local version of a wheel that this tool patched."""
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A file that is not as RECORD says."""
+
+    path: str
+    problem: str
+    """"missing" or "changed"."""
+
+
+@dataclass(frozen=True)
+class Installation:
+    """A vLLM: the folder that holds `vllm/` and, if pip installed it, the dist-info."""
+
+    root: Path
+    name: str
+    """The distribution's name, "vllm" for a tree without one."""
+    version: str
+    """With the local tag, if any."""
+    dist_info: Path | None = None
+    editable: bool = False
+
+    @classmethod
+    def find(cls, root: Path | None = None) -> "Installation":
+        """The vLLM in `root` (a site-packages, an unpacked tree or a checkout), by
+        default the one that this environment imports. Raises PatchesError if there is
+        none."""
+        folders = [root] if root else [Path(entry) for entry in sys.path if entry]
+        for folder in folders:
+            if owners := [info for info in _dist_infos(folder) if _owns(info)]:
+                if len(owners) > 1:
+                    names = " and ".join(sorted(info.name for info in owners))
+                    raise PatchesError(
+                        f"{names} in {folder} both own vllm; uninstall both, install "
+                        "one"
+                    )
+                return cls._of(folder, owners[0])
+        for folder in folders:
+            for info in _dist_infos(folder):
+                if _editable(info):
+                    return cls._of(folder, info, editable=True)
+        if root is None:
+            raise PatchesError(
+                "no vLLM is installed in this environment; install it, or give the "
+                "folder that holds vllm/ with --target"
+            )
+        if not (root / OWNED).is_file():
+            raise PatchesError(f"no vllm/ in {root}; give the folder that holds vllm/")
+        return cls(root.resolve(), "vllm", _tree_version(root))
+
+    @classmethod
+    def _of(cls, folder: Path, info: Path, editable: bool = False) -> "Installation":
+        metadata = importlib.metadata.Distribution.at(info).metadata
+        name, version = metadata["Name"], metadata["Version"]
+        root = folder.resolve()
+        return cls(root, name, version, root / info.name, editable)
+
+    def __post_init__(self) -> None:
+        try:
+            Version(self.version)
+        except InvalidVersion:
+            raise PatchesError(
+                f"the vLLM in {self.root} calls its version {self.version!r}, which "
+                "names no release; install a release"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version} in {self.root}"
+
+    @property
+    def record(self) -> Path | None:
+        return self.dist_info and self.dist_info / "RECORD"
+
+    @property
+    def patched_wheel(self) -> bool:
+        """Whether it was installed from a wheel that this tool patched."""
+        return LOCAL_TAG in (Version(self.version).local or "").split(".")
+
+    def read(self, path: str) -> bytes:
+        """A file's bytes, by its path relative to the root."""
+        return (self.root / path).read_bytes()
+
+    def mismatches(self, suffix: str = "") -> list[Mismatch]:
+        """The files (ending in `suffix`) whose hash or size is not RECORD's. Rows
+        without a hash, such as compiled files', are skipped."""
+        assert self.record is not None
+        found = []
+        record = Record.parse(self.record.read_bytes(), self)
+        for path, entry in record.entries.items():
+            if not path.endswith(suffix) or not entry.hash_:
+                continue
+            try:
+                with (self.root / path).open("rb") as file:
+                    if not entry.validate_stream(file):
+                        found.append(Mismatch(path, "changed"))
+            except (FileNotFoundError, NotADirectoryError):
+                found.append(Mismatch(path, "missing"))
+        return found
+
+
+def _dist_infos(folder: Path) -> Iterator[Path]:
+    return (record.parent for record in folder.glob("*.dist-info/RECORD"))
+
+
+def _owns(info: Path) -> bool:
+    return lists((info / "RECORD").read_bytes(), OWNED)
+
+
+def _editable(info: Path) -> bool:
+    """Whether this is an editable install of a distribution that provides vllm."""
+    try:
+        url = json.loads((info / "direct_url.json").read_text(encoding="utf-8"))
+        top = (info / "top_level.txt").read_text(encoding="utf-8").split()
+    except OSError:
+        return False
+    return bool(url.get("dir_info", {}).get("editable")) and "vllm" in top
+
+
+def _tree_version(root: Path) -> str:
+    """The version of a tree without a dist-info: what git or `_version.py` says."""
+    if (root / ".git").exists():
+        command = ["git", "-C", str(root), "describe", "--tags", "--long"]
+        done = subprocess.run(
+            [*command, "--match", "v*"], capture_output=True, text=True
+        )
+        if match := re.fullmatch(r"v(.+)-(\d+)-(g\w+)\n", done.stdout):
+            tag, commits, commit = match.groups()
+            with_commits = f"{Version(tag).base_version}.dev{commits}+{commit}"
+            return tag if commits == "0" else with_commits
+    version = root / "vllm" / "_version.py"
+    if version.is_file():
+        match = re.search(r"version = '(.+)'", version.read_text(encoding="utf-8"))
+        if match:
+            return match[1]
+    raise PatchesError(
+        f"cannot tell the release of {root}: no dist-info, no git tag, no "
+        "vllm/_version.py; fetch the tags, or `export --release` and `git am`"
+    )

@@ -1,0 +1,142 @@
+"""What is done to a release: its series of patches and the overlay."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from pathlib import Path
+
+from packaging.version import Version
+
+from vllm_patches import releases
+from vllm_patches.errors import PatchesError
+from vllm_patches.patch import Files, Outcome, Patch, Read
+from vllm_patches.releases import Release
+
+OVERLAY = Path(__file__).parent / "overlay"
+CONTRACT = re.compile(rb"^CONTRACT_VERSION = (\d+)$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class PatchSet:
+    """What is done to a release: its series and the overlay."""
+
+    version: str
+    patches: list[Patch]
+    overlay: dict[str, bytes]
+    """New files, by their path relative to the root."""
+
+    @classmethod
+    def of(cls, release: Release) -> "PatchSet":
+        """Read a release's series and the overlay."""
+        patches = [
+            Patch(path.name, path.read_bytes().decode())
+            for path in sorted(release.series.glob("*.patch"))
+        ]
+        if not patches:
+            raise PatchesError(
+                f"no patches in {release.series}; reinstall vllm-logical-blocks"
+            )
+        files = {
+            path.relative_to(OVERLAY).as_posix(): path.read_bytes()
+            for path in sorted(OVERLAY.rglob("*"))
+            if path.is_file() and path.suffix != ".pyc"
+        }
+        return cls(release.version, patches, files)
+
+    @classmethod
+    def find(cls, version: str) -> "PatchSet | None":
+        """The patch set for a vLLM version, its local tag aside; None where there is
+        none."""
+        release = releases.find(version)
+        return cls.of(release) if release else None
+
+    @classmethod
+    def nearest(cls, version: str) -> "PatchSet":
+        """The patch set of the supported release nearest to a version."""
+
+        def rank(text: str) -> int:
+            number = Version(text)
+            return 1_000_000 * number.major + 1_000 * number.minor + number.micro
+
+        def distance(release: Release) -> int:
+            return abs(rank(release.version) - rank(version))
+
+        return cls.of(min(releases.RELEASES, key=distance))
+
+    @classmethod
+    def require(cls, version: str, read: Read) -> "PatchSet":
+        """The patch set for a vLLM version. Raises PatchesError on an unsupported one,
+        with a report of how far the nearest release's series applies."""
+        if patch_set := cls.find(version):
+            return patch_set
+        near = cls.nearest(version)
+        raise PatchesError(
+            f"vLLM {version} is not supported; the nearest supported release is "
+            f"{near.version}: install that, or `export --release {near.version}` its "
+            "patches and port them",
+            near.report(read),
+        )
+
+    @property
+    def contract(self) -> int | None:
+        """The overlay's contract version."""
+        return contract_version(self.overlay.values())
+
+    @property
+    def touched(self) -> list[str]:
+        """The files that the series modifies."""
+        return list(dict.fromkeys(path for p in self.patches for path in p.hunks))
+
+    def apply(self, read: Read) -> dict[str, bytes]:
+        """The modified files' new bytes. Every hunk must match at its very line;
+        raises PatchesError on the first that does not."""
+        files = Files(read)
+        for patch in self.patches:
+            for path, hunks in patch.hunks.items():
+                for hunk, offset in files.patch(path, hunks, search=False):
+                    if offset is None:
+                        raise PatchesError(
+                            f"{patch.name} does not apply: {hunk.where} does not "
+                            f"match; is this vLLM {self.version} as released?"
+                        )
+        return files.bytes()
+
+    def port(self, read: Read) -> list["Outcome"]:
+        """How each patch fares on files that it was not made for. Hunks are searched
+        for near their lines, and a patch applies wholly or not at all, as in git."""
+        files = Files(read)
+        return [files.port(patch) for patch in self.patches]
+
+    def report(self, read: Read) -> list[str]:
+        """One line per patch: its outcome on these files."""
+        return [str(outcome) for outcome in self.port(read)]
+
+    def overlay_patch(self) -> str:
+        """The overlay as a mail that `git am` takes, from the series' first author."""
+        headers = HeaderParser().parsestr(self.patches[0].text)
+        lines = [
+            "From " + "0" * 40 + " Mon Sep 17 00:00:00 2001",
+            "From: " + " ".join(headers["From"].split()),
+            f"Date: {headers['Date']}",
+            "Subject: [PATCH] Add the files that the series wires in",
+            "",
+            "---",
+        ]
+        for path, data in self.overlay.items():
+            lines += [f"diff --git a/{path} b/{path}", "new file mode 100644"]
+            if not data:
+                lines += ["index 0000000..e69de29"]  # git's name of an empty file
+                continue
+            added = data.decode().removesuffix("\n").split("\n")
+            lines += ["--- /dev/null", f"+++ b/{path}", f"@@ -0,0 +1,{len(added)} @@"]
+            lines += ["+" + line for line in added]
+        return "\n".join(lines) + "\n"
+
+
+def contract_version(files: Iterable[bytes]) -> int | None:
+    """The `CONTRACT_VERSION` that one of the files sets, None where none does."""
+    for data in files:
+        if match := CONTRACT.search(data):
+            return int(match[1])
+    return None
