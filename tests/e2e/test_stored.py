@@ -43,6 +43,14 @@ def test_chunks_of_several_mamba_blocks(
     assert retrieved[3].cached_tokens == 1536, "what is real is served"
 
 
+@pytest.fixture(scope="module")
+def lmcache(tmp_path_factory: pytest.TempPathFactory):
+    """One for all families, which share nothing."""
+    log = tmp_path_factory.mktemp("stored") / "server.log"
+    with server.running(log) as lmcache:
+        yield lmcache
+
+
 @pytest.mark.parametrize("family", ["gemma3", "olmo3", "llama4"])
 def test_window_blocks_that_vllm_let_go_of(
     run, lmcache: server.Server, family: str
