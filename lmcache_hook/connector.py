@@ -298,11 +298,12 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         return True
 
     def _get_or_create_request_tracker(self, request: "Request") -> Any:
-        if self.fingerprint is None:
-            raise RuntimeError(
-                "LMCacheLogicalConnector's scheduler was never told the workers' "
-                "fingerprint, so it cannot look anything up: this executor passes no "
-                "connector handshake metadata. Use the mp or uni executor."
+        if self.fingerprint is None and not self._complaint:
+            self._complaint = "no handshake"
+            logger.error(
+                "LMCache is not used: its scheduler side was never told the workers' "
+                "fingerprint. This executor passes no connector handshake metadata; "
+                "use the mp or uni executor."
             )
         tracker = super()._get_or_create_request_tracker(request)
         if not isinstance(tracker, Tracker):
@@ -312,6 +313,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
             tracker.request, tracker.forgotten = request, {}
             tracker.groups = (self._specs, self._tokens_per_block)
             tracker.key = request_key.RequestKey(request, chunk, self._adapters)
+            tracker.key.is_known &= self.fingerprint is not None
             tracker.cache_salt = request_key.salt(request.cache_salt)
             if not tracker.key.is_known:
                 tracker.max_offload_tokens = 0

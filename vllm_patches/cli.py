@@ -131,7 +131,7 @@ def wheel(
 ) -> Result:
     """Build a patched wheel from a pristine one (CUDA, ROCm or CPU).
 
-    Its version gets a local tag, 0.32.0+logical.1. The same wheel gives the same
+    Its version gets a local tag, 0.32.0+logical.2. The same wheel gives the same
     bytes."""
     return actions.build_wheel(source, folder, dry_run)
 

@@ -22,7 +22,7 @@ from vllm_patches.installation import LOCAL_TAG, OWNED
 from vllm_patches.patch_set import PatchSet
 from vllm_patches.record import CHUNK, Record
 
-REVISION = 1
+REVISION = 2
 """Last part of the local version. Raise it when a series or the overlay changes after
 its wheels were given out."""
 MODE = 0o100644 << 16

@@ -152,3 +152,15 @@ def test_an_adapter_that_cannot_be_read(connectors: Connectors, tmp_path: Path) 
     for _ in range(2):
         assert lookup(connectors, request(**gone)) == 0
         store(connectors, request(**gone))
+
+
+def test_a_scheduler_that_was_told_no_namespace(
+    connectors: Connectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An executor that passes no handshake on: neither hits nor stores."""
+    salted = {"cache_salt": "no handshake"}
+    monkeypatch.setattr(connectors.scheduler, "fingerprint", None)
+    store(connectors, request(**salted))
+    assert lookup(connectors, request(**salted)) == 0
+    monkeypatch.undo()
+    assert lookup(connectors, request(**salted)) == 0

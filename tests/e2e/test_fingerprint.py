@@ -50,7 +50,7 @@ def test_without_the_fingerprint_the_matrix_is_red(
     """The same with the fingerprint switched off by hand: wrong hits, no error."""
     (tmp_path / "sitecustomize.py").write_text(
         "import lmcache_hook.namespace\n"
-        "lmcache_hook.namespace.extend = lambda model_name, *_: model_name\n"
+        "lmcache_hook.namespace.name = lambda model_name, *_: model_name\n"
     )
     with server.running(tmp_path / "server.log") as lmcache:
         transfer = lmcache.connector("LMCacheLogicalConnector")

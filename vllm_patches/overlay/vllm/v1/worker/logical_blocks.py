@@ -315,7 +315,7 @@ def _transferred_layers(
     for group_id, group in enumerate(kv_cache_config.kv_cache_groups):
         group_spec: Any = group.kv_cache_spec
         spec = group_spec
-        for name in group.layer_names:
+        for name in dict.fromkeys(group.layer_names):
             kv_cache = kv_caches.get(name)
             if isinstance(group_spec, UniformTypeKVCacheSpecs):
                 spec = group_spec.kv_cache_specs.get(name)
