@@ -145,14 +145,14 @@ def ended_with_us(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
     try:
         yield process
     finally:
-        family = _session(process.pid)
+        family = session_members(process.pid)
         process.terminate()
         try:
             process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        family += _session(process.pid)
+        family += session_members(process.pid)
         for member in family:
             with suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -160,7 +160,7 @@ def ended_with_us(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
         remove_dead_segments({process.pid, *(member.pid for member in family)})
 
 
-def _session(leader: int) -> list[psutil.Process]:
+def session_members(leader: int) -> list[psutil.Process]:
     """The running processes of the session, all but its leader."""
     members = []
     for process in psutil.process_iter():
