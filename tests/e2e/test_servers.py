@@ -2,6 +2,7 @@
 
 import time
 
+import psutil
 import pytest
 
 from scripts.engines import roundtrip, server, session
@@ -53,6 +54,15 @@ def hits_within(check, engine: session.Engine, prompt, seconds: float) -> bool:
     return False
 
 
+def errors(engine: session.Engine) -> list[str]:
+    """What the engine has logged of a server that mixes groups."""
+    return [
+        line
+        for line in engine.log.read_text().splitlines()
+        if "ERROR" in line and "--separate-object-groups" in line
+    ]
+
+
 def test_server_that_comes_back_without_separate_groups(
     hybrid: str, lmcache: server.Server, run, check
 ) -> None:
@@ -69,12 +79,7 @@ def test_server_that_comes_back_without_separate_groups(
         assert engine.call(reset_prefix_cache)
         (head,) = check(engine, [second[:600]])
         assert head.cached_tokens == 0
-        errors = [
-            line
-            for line in engine.log.read_text().splitlines()
-            if "ERROR" in line and "--separate-object-groups" in line
-        ]
-        assert len(errors) == 1, errors
+        assert len(errors(engine)) == 1
         lmcache.kill()
         time.sleep(3)
         lmcache.start()
@@ -93,6 +98,28 @@ def test_server_that_is_back_before_a_heartbeat(
         lmcache.restart()
         check(engine, [other])
         assert hits_within(check, engine, prompt, 60)
+        # Once more, and another one: the engine stays off it.
+        lmcache.restart(options=())
+        assert not hits_within(check, engine, other, 30)
+        assert len(errors(engine)) == 1
+
+
+def test_server_that_answers_nothing(
+    hybrid: str, lmcache: server.Server, run, check
+) -> None:
+    """Stopped, not dead: requests are answered in time, and hit when it goes on."""
+    prompt, other, last = PROMPTS[1], PROMPTS[4], PROMPTS[5]
+    with run("engine", hybrid, lmcache, SOON) as engine:
+        check(engine, [prompt])
+        assert engine.call(reset_prefix_cache)
+        server_process = psutil.Process(lmcache.pid)
+        server_process.suspend()
+        try:
+            (answer, _) = check(engine, [prompt, other])
+        finally:
+            server_process.resume()
+        assert answer.cached_tokens == 0
+        assert hits_within(check, engine, last, 60)
 
 
 def test_server_killed_between_lookup_and_retrieve(
