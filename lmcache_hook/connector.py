@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = init_logger(__name__)
 
 _AUTOSTART_ARGS = "lmcache.mp.autostart.server_args"
+_INTERMEDIATE = "lmcache.mp.transfer_intermediate_tensors"
 
 
 class Tracker(LMCacheMPRequestTracker):
@@ -184,21 +185,27 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         # The heartbeat calls it when the server is back.
         again = functools.partial(self._recover, adapter._reregister_kv_caches_callback)
         adapter._reregister_kv_caches_callback = again
-        if server.must_be_apart(self._kept):
-            server.store_sample(adapter, self._kept)
+        server.store_sample(adapter, self._kept)
 
     def _recover(self, register: Any) -> bool:
         """Register anew, on a server that may be another one. Never raises."""
-        if self._is_asleep or not register():
-            return False
+        adapter = self.worker_adapter
+        is_first = adapter.parallel_strategy.vllm_worker_id == 0
+
+        def check() -> None:
+            server.store_sample(adapter, self._kept)
+            server.check_sample(adapter, adapter.req_client, self._kept)
+
+        log = logger.error if is_first else logger.debug
+        return not self._is_asleep and register() and self._passes(check, log)
+
+    def _passes(self, check: Any, log: Any) -> bool:
+        """Whether a server that came back may be used; says why not, once."""
         try:
-            if server.must_be_apart(self._kept):
-                adapter = self.worker_adapter
-                server.store_sample(adapter, self._kept)
-                server.check_sample(adapter, adapter.req_client)
+            check()
         except Exception as e:
             if str(e) != self._complaint:
-                logger.error("%s This engine goes on without LMCache.", e)
+                log("%s This engine goes on without LMCache.", e)
             self._complaint = str(e)
             return False
         self._complaint = ""
@@ -280,22 +287,11 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         adapter = self.scheduler_adapter
         adapter._ensure_heartbeat_started()
         for url, client in adapter.req_clients.items():
-            self._check_server(client)
-            again = functools.partial(self._is_good, client)
+            check = functools.partial(server.check_sample, adapter, client, self._kept)
+            check()
+            # The workers say why a server that came back is not used.
+            again = functools.partial(self._passes, check, logger.debug)
             adapter._heartbeats[url].register_recover_callback(again)
-
-    def _check_server(self, client: Any) -> None:
-        if server.must_be_apart(self._kept):
-            server.check_sample(self.scheduler_adapter, client)
-
-    def _is_good(self, client: Any) -> bool:
-        """Whether a server that came back may be looked things up on. Never raises."""
-        try:
-            self._check_server(client)
-        except Exception:
-            logger.debug("Not used: the workers say why", exc_info=True)
-            return False
-        return True
 
     def _get_or_create_request_tracker(self, request: "Request") -> Any:
         if self.fingerprint is None and not self._complaint:
@@ -340,35 +336,33 @@ def _refuse(vllm_config: "VllmConfig") -> None:
     ValueError: if this engine would get wrong answers, or hang.
 
     """
-    cache, parallel = vllm_config.cache_config, vllm_config.parallel_config
-    is_chunked = vllm_config.scheduler_config.enable_chunked_prefill
+    parallel, model = vllm_config.parallel_config, vllm_config.model_config
     transfer: Any = vllm_config.kv_transfer_config
-    if not (cache.enable_prefix_caching or is_chunked):
+    sleeps = getattr(model, "enable_sleep_mode", False)
+    if not (
+        vllm_config.cache_config.enable_prefix_caching
+        or vllm_config.scheduler_config.enable_chunked_prefill
+    ):
         raise ValueError(
             "vLLM has turned prefix caching and chunked prefill off, as it does where "
             "the attention backend cannot read a cached prefix. Run this model without "
             "this KV connector, or turn --enable-chunked-prefill on if it was you."
         )
-    if parallel.distributed_executor_backend == "external_launcher" and (
-        parallel.world_size > 1
-    ):
+    executor = parallel.distributed_executor_backend
+    if executor == "external_launcher" and parallel.world_size > 1:
         raise ValueError(
             "With the external_launcher executor every rank schedules by itself, and "
             "LMCache's answers reach them at different times. Use the mp executor."
         )
-    if getattr(vllm_config.model_config, "enable_sleep_mode", False) and (
-        not hasattr(KVConnectorBase_V1, "restore_kv_caches")
-    ):
+    if sleeps and not hasattr(KVConnectorBase_V1, "restore_kv_caches"):
         raise ValueError(
             "This vLLM does not tell connectors when it sleeps and unmaps the KV cache "
             "that LMCache reads. Use vLLM 0.33, or no --enable-sleep-mode."
         )
-    if transfer.get_from_extra_config(
-        "lmcache.mp.transfer_intermediate_tensors", False
-    ):
+    if transfer.get_from_extra_config(_INTERMEDIATE, False):
         raise ValueError(
-            "lmcache.mp.transfer_intermediate_tensors does nothing under "
-            "LMCacheLogicalConnector: use LMCacheMPConnector."
+            f"{_INTERMEDIATE} does nothing under LMCacheLogicalConnector: use "
+            "LMCacheMPConnector."
         )
 
 

@@ -102,7 +102,7 @@ def must_be_apart(kept: Sequence[stored.Kept]) -> bool:
 
 
 def store_sample(worker: Any, kept: Sequence[stored.Kept]) -> None:
-    """Store the two chunks from a worker's registered KV cache.
+    """Store the two chunks from a worker's registered KV cache, if it matters.
 
     Args:
         worker: The connector's ``LMCacheMPWorkerAdapter``, caches registered.
@@ -112,7 +112,7 @@ def store_sample(worker: Any, kept: Sequence[stored.Kept]) -> None:
         ConnectionError: if the server does not store them.
 
     """
-    if not worker.is_kv_writer:
+    if not (must_be_apart(kept) and worker.is_kv_writer):
         return
     infos = worker.engine_group_infos
     block_ids: list[list[int]] = [
@@ -137,18 +137,21 @@ def store_sample(worker: Any, kept: Sequence[stored.Kept]) -> None:
         )
 
 
-def check_sample(adapter: Any, client: Any) -> None:
+def check_sample(adapter: Any, client: Any, kept: Sequence[stored.Kept]) -> None:
     """Look the two chunks up on a server that all workers store them on.
 
     Args:
         adapter: A scheduler's or a worker's LMCache adapter, in its namespace.
         client: The adapter's request client for the server.
+        kept: What LMCache keeps of each group's chunks.
 
     Raises:
         ValueError: if the server does not keep object groups apart, or if it cannot be
             found out.
 
     """
+    if not must_be_apart(kept):
+        return
     chunks, deadline = 0, time.monotonic() + _SAMPLE_TIMEOUT
     while not chunks and time.monotonic() < deadline:
         request_id = f"logical-blocks-{uuid.uuid4()}"

@@ -44,10 +44,9 @@ _REUSABLE_MAMBA_CACHE_MODES = ("align", "all")
 
 @dataclass(frozen=True, eq=False)
 class LogicalBlocks:
-    """How block ids address the storage of one layer's KV cache.
+    """Block id ``n``'s page starts at ``page_offset_bytes + n * block_stride_bytes``.
 
-    The page of block id ``n`` is the ``page_size_bytes`` bytes from
-    ``page_offset_bytes + n * block_stride_bytes`` on.
+    It is ``page_size_bytes`` long, in the storage of one layer's KV cache.
     """
 
     block_size: int
