@@ -31,6 +31,7 @@ TIMEOUT = 60.0
 """Seconds to wait for an answer of the server's."""
 _SAMPLE_TIMEOUT = 20.0
 """Seconds for all workers to store their sample."""
+_PAUSE = 0.5
 _PATIENCE = 2.0
 """Seconds that a registration may take before the server is asked something else."""
 
@@ -160,10 +161,12 @@ def check_sample(adapter: Any, client: Any, kept: Sequence[stored.Kept]) -> None
         client.lookup(key, readers).result(timeout=TIMEOUT)
         status = client.wait_prefetch_status(request_id, _SAMPLE_TIMEOUT)
         chunks = status.result(timeout=TIMEOUT)
-        client.free_lookup_locks(key, readers).result(timeout=TIMEOUT)
-        client.end_session(request_id).result(timeout=TIMEOUT)
-        if not chunks:
-            time.sleep(0.1)
+        if chunks:
+            client.free_lookup_locks(key, readers).result(timeout=TIMEOUT)
+            client.end_session(request_id)
+        else:
+            # Not stored yet. A server that knows no such model never answers more.
+            time.sleep(_PAUSE)
     serve = command(adapter.lmcache_tokens_per_chunk)
     if not chunks:
         raise ValueError(
