@@ -124,7 +124,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         self._base_name = adapter.model_name
         self._adapters = request_key.Adapters()
         self._complaint = ""
-        self._is_asleep = False
+        self._has_stored = self._is_asleep = False
 
     @property
     def _adapter(self) -> Any:
@@ -317,10 +317,11 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
-        if any(k.window > 0 for k in self._kept):
+        if self._has_stored and any(k.window > 0 for k in self._kept):
             # Blocks that left a window may be another request's in this step, while
             # LMCache's server still reads them for the last step's stores.
             metadata.need_flush_before_forward = True
+        self._has_stored = any(r.direction == "STORE" for r in metadata.requests)
         return metadata
 
     def update_connector_output(self, connector_output: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.sched.output import SchedulerOutput
 
 from lmcache_hook import request_key
 from tests.e2e.connectors import (
@@ -164,3 +165,18 @@ def test_a_scheduler_that_was_told_no_namespace(
     assert lookup(connectors, request(**salted)) == 0
     monkeypatch.undo()
     assert lookup(connectors, request(**salted)) == 0
+
+
+def test_stores_from_windows_are_waited_for(
+    connectors: Connectors, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the step after them only, and only where blocks leave a window."""
+    scheduler, worker, _ = connectors
+    empty = SchedulerOutput.make_empty()
+    for window, waits in ((64, [True, False]), (-1, [False, False])):
+        kept = [k._replace(window=window) for k in scheduler._kept]
+        monkeypatch.setattr(scheduler, "_kept", kept)
+        store(connectors, request(cache_salt=f"window of {window}"))
+        assert not worker._get_connector_metadata().need_flush_before_forward
+        steps = [scheduler.build_connector_meta(empty) for _ in waits]
+        assert [step.need_flush_before_forward for step in steps] == waits

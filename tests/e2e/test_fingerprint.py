@@ -95,7 +95,9 @@ def test_pools_of_any_size_and_a_restarted_server_share(
         return engine
 
     first = run("first", "server-1.log", pool_gib=1)
+    kept = {path.name for path in disk.rglob("*.data")}
     second = run("second", "server-2.log", pool_gib=2)
+    assert {path.name for path in disk.rglob("*.data")} == kept, "samples pile up"
     (reference,) = roundtrip.run_engines(
         [make_job("reference", hybrid, PROMPTS, passes=2)], tmp_path
     )

@@ -1,6 +1,7 @@
 """The server that an engine needs, and what one that refuses is answered for."""
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +52,17 @@ def test_views_are_checked_by_lmcaches_own_code() -> None:
         server.check_views(*views(-1), hints, 96)
 
 
+def test_padded_pages_of_five_dims_are_refused_in_the_engine() -> None:
+    """Up to vLLM 0.25; LMCache reads no gap there, and says so in its server only."""
+    spec = pools.full(64, page_size_padded=4096)
+    pool = pools.Pool(4, "NHD").add(spec, "rank5").bind()
+    hints: Any = {"kv_layout": "NHD"}
+    with pytest.raises(ValueError):
+        server.check_views(
+            dict(pool.build().items()), [EngineGroupInfo(0, (0,), 64)], hints, 256
+        )
+
+
 class Client:
     """Answers a registration after some seconds, or never; the rest in order."""
 
@@ -91,6 +103,36 @@ def test_a_refused_registration_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     server.answer_refusals(client)
     with pytest.raises(ConnectionRefusedError, match="its log says why"):
         client.register_kv_cache("views").result(timeout=60)
+
+
+def test_a_sample_that_is_not_stored_is_reported_at_once() -> None:
+    states = pools.mamba(16, [(4,)], [torch.float32])
+    kept = stored.kept([pools.full(16), states], [16, 16], 64)
+    answer: MessagingFuture[bool] = MessagingFuture()
+    answer.set_result(False)
+    sent = []
+
+    def submit_store(request_id: str, key: Any, caches: Any, ids: Any, *_: Any) -> Any:
+        sent.append(ids)
+        return answer
+
+    context = SimpleNamespace(
+        submit_store=submit_store, create_recorded_event=lambda: None
+    )
+    worker = SimpleNamespace(
+        is_kv_writer=True,
+        engine_group_infos=[EngineGroupInfo(i, (i,), 16) for i in range(2)],
+        transfer_ctx=context,
+        kv_caches={},
+        blocks_in_chunk=4,
+        model_name="model##logical-0",
+        lmcache_tokens_per_chunk=64,
+        _create_key=lambda tokens, start, end, request_id: tokens,
+    )
+    with pytest.raises(ConnectionRefusedError, match="refused to store a sample"):
+        server.store_sample(worker, kept)
+    assert sent == [[[1] * 8, [1] * 4 + [0] * 4]], "the second chunk is part null"
+    assert server._sample_key(worker, "a") == server._sample_key(worker, "b")
 
 
 def test_which_engines_need_groups_kept_apart() -> None:
