@@ -125,11 +125,21 @@ def set_kernel_block_size(tokens: int) -> None:
 
 
 def release_args() -> dict[str, Any]:
-    """Engine arguments that this vLLM needs to run the tiny models."""
+    """Engine arguments that this vLLM needs to run the tiny models.
+
+    Turns its AMX kernels off where they do not run.
+    """
+    import torch
     import vllm
 
     release = releases.find(vllm.__version__)
-    return dict(release.engine_args) if release else {}
+    if release is None:
+        return {}
+    if not release.amx:
+        # vLLM's own kernels ask torch, those of torch ask oneDNN.
+        os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
+        setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # noqa: B010
+    return dict(release.engine_args)
 
 
 def describe_groups() -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Counts for the report, and hypothesis' profile."""
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,9 +7,10 @@ import hypothesis
 import pytest
 import torch
 
-os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")  # read at LMCache's import
-
-from tests.unit.overlay.lmcache import Opinion  # noqa: E402
+# Read at LMCache's import. Engines that other tests start shall log as usual.
+with pytest.MonkeyPatch.context() as patch:
+    patch.setenv("LMCACHE_LOG_LEVEL", "ERROR")
+    from tests.unit.overlay.lmcache import Opinion
 
 torch.set_num_threads(1)  # small tensors: more threads only wait for each other
 
