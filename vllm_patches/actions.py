@@ -75,7 +75,8 @@ def apply(root: Path | None, dry_run: bool) -> Undone:
         undone = transaction.interrupted(installation)
         if undone and dry_run:
             return Undone(installation, undone, dry_run)
-        transaction.recover(installation)
+        if undone:
+            transaction.restore(installation)
         if transaction.read_journal(installation):
             raise PatchesError(
                 f"{installation} is patched already; `vllm-patches revert` undoes it"
@@ -179,12 +180,8 @@ def export(
     folder: Path, root: Path | None, release: str | None, dry_run: bool
 ) -> Exported:
     """Write a release's patches, the overlay as the first, into a new folder."""
-    if release:
-        patch_set = PatchSet.find(release)
-    else:
-        installation = Installation.find(root)
-        release, patch_set = installation.version, PatchSet.find(installation.version)
-    if not patch_set:
+    release = release or Installation.find(root).version
+    if not (patch_set := PatchSet.find(release)):
         versions = ", ".join(each.version for each in releases.RELEASES)
         raise PatchesError(
             f"vLLM {release} is not supported; choose with --release: {versions}"

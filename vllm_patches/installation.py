@@ -95,7 +95,7 @@ class Installation:
     @property
     def patched_wheel(self) -> bool:
         """Whether it was installed from a wheel that this tool patched."""
-        return LOCAL_TAG in (Version(self.version).local or "").split(".")
+        return has_local_tag(self.version)
 
     def read(self, path: str) -> bytes:
         """A file's bytes, by its path relative to the root."""
@@ -117,6 +117,11 @@ class Installation:
             except (FileNotFoundError, NotADirectoryError):
                 found.append(Mismatch(path, "missing"))
         return found
+
+
+def has_local_tag(version: str) -> bool:
+    """Whether it is the version of a wheel that this tool patched."""
+    return LOCAL_TAG in (Version(version).local or "").split(".")
 
 
 def _dist_infos(folder: Path) -> Iterator[Path]:

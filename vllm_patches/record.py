@@ -75,22 +75,26 @@ def lists(data: bytes, path: str) -> bool:
 
 def digest(data: bytes) -> str:
     """The hash of some bytes as RECORD writes it."""
-    return stream_digest(io.BytesIO(data))
+    return _written(stream_sha256(io.BytesIO(data)))
 
 
 def file_digest(path: Path) -> str | None:
     """A file's hash as RECORD writes it; None if there is no such file."""
     try:
         with path.open("rb") as file:
-            return stream_digest(file)
+            return _written(stream_sha256(file))
     except (FileNotFoundError, NotADirectoryError):
         return None
 
 
-def stream_digest(stream: BinaryIO) -> str:
-    """The hash of all that is left to read, as RECORD writes it."""
+def stream_sha256(stream: BinaryIO) -> bytes:
+    """The SHA-256 of all that is left to read."""
     sha256 = hashlib.sha256()
     while chunk := stream.read(CHUNK):
         sha256.update(chunk)
-    value = base64.urlsafe_b64encode(sha256.digest()).rstrip(b"=")
+    return sha256.digest()
+
+
+def _written(sha256: bytes) -> str:
+    value = base64.urlsafe_b64encode(sha256).rstrip(b"=")
     return str(Hash("sha256", value.decode()))

@@ -126,14 +126,6 @@ def interrupted(installation: Installation) -> str | None:
     return journal.phase
 
 
-def recover(installation: Installation) -> str | None:
-    """Put the old tree back if a run died. Gives what it was doing."""
-    was = interrupted(installation)
-    if was:
-        restore(installation)
-    return was
-
-
 def swap(
     installation: Installation,
     files: Mapping[str, bytes],

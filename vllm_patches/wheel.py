@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import hashlib
 import os
 import re
 import struct
@@ -18,9 +17,9 @@ from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
 from vllm_patches.errors import PatchesError
-from vllm_patches.installation import LOCAL_TAG, OWNED
+from vllm_patches.installation import LOCAL_TAG, OWNED, has_local_tag
 from vllm_patches.patch_set import PatchSet
-from vllm_patches.record import CHUNK, Record
+from vllm_patches.record import CHUNK, Record, stream_sha256
 
 REVISION = 2
 """Last part of the local version. Raise it when a series or the overlay changes after
@@ -72,8 +71,7 @@ def plan(source: Path, folder: Path) -> Plan:
         old = infos[0].removesuffix(".dist-info/RECORD")
         metadata = archive.read(f"{old}.dist-info/METADATA")
         version = BytesHeaderParser().parsebytes(metadata)["Version"]
-        local = Version(version).local
-        if LOCAL_TAG in (local or "").split("."):
+        if has_local_tag(version):
             raise PatchesError(f"{source} is patched already; give the pristine wheel")
         patch_set = PatchSet.require(version, archive.read)
         present = sorted(patch_set.overlay.keys() & set(names))
@@ -87,7 +85,7 @@ def plan(source: Path, folder: Path) -> Plan:
         files = patch_set.apply(archive.read) | patch_set.overlay
 
     tag = f"{LOCAL_TAG}.{REVISION}"
-    patched = f"{version}.{tag}" if local else f"{version}+{tag}"
+    patched = f"{version}.{tag}" if Version(version).local else f"{version}+{tag}"
     name = old.split("-")[0]
     new = f"{name}-{patched}"
     files[f"{new}.dist-info/METADATA"] = re.sub(
@@ -123,14 +121,12 @@ def build(plan: Plan) -> str:
                 _add(patched, path, date, MODE, plan.changed[path])
             for entry in metadata:
                 _write(plan, archive, raw, patched, entry)
-        sha256 = hashlib.sha256()
         with part.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                sha256.update(chunk)
+            sha256 = stream_sha256(file)
         os.replace(part, plan.wheel)
     finally:
         part.unlink(missing_ok=True)
-    return sha256.hexdigest()
+    return sha256.hex()
 
 
 @contextlib.contextmanager

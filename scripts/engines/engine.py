@@ -125,21 +125,26 @@ def set_kernel_block_size(tokens: int) -> None:
 
 
 def release_args() -> dict[str, Any]:
-    """Engine arguments that this vLLM needs to run the tiny models.
+    """Engine arguments that this vLLM needs to run the tiny models."""
+    release = _release()
+    return dict(release.engine_args) if release else {}
 
-    Turns its AMX kernels off where they do not run.
-    """
+
+def turn_amx_off() -> None:
+    """Keep this vLLM's kernels for AMX from running if they cannot."""
     import torch
-    import vllm
 
-    release = releases.find(vllm.__version__)
-    if release is None:
-        return {}
-    if not release.amx:
+    release = _release()
+    if release and not release.amx:
         # vLLM's own kernels ask torch, those of torch ask oneDNN.
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
         setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)  # noqa: B010
-    return dict(release.engine_args)
+
+
+def _release() -> releases.Release | None:
+    import vllm
+
+    return releases.find(vllm.__version__)
 
 
 def describe_groups() -> list[dict[str, Any]]:
@@ -178,6 +183,7 @@ def start(job: Job) -> Any:
     from vllm import LLM
 
     os.environ.update(job.env)
+    turn_amx_off()
     set_kernel_block_size(job.kernel_block_size)
     defaults = dict(
         skip_tokenizer_init=True,

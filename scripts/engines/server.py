@@ -152,12 +152,17 @@ def ended_with_us(process: subprocess.Popen) -> Iterator[subprocess.Popen]:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        family += session_members(process.pid)
-        for member in family:
-            with suppress(psutil.NoSuchProcess):
-                member.kill()
-        psutil.wait_procs(family, timeout=10)
-        remove_dead_segments({process.pid, *(member.pid for member in family)})
+        kill([*family, *session_members(process.pid)])
+        remove_dead_segments({process.pid})
+
+
+def kill(processes: Sequence[psutil.Process]) -> None:
+    """Kill the processes, with the shared memory that they leave."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)
+    remove_dead_segments({process.pid for process in processes})
 
 
 def session_members(leader: int) -> list[psutil.Process]:

@@ -19,8 +19,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from scripts.engines import environment, server
 from scripts.engines.engine import Answer, Job, Request
 
@@ -159,9 +157,7 @@ class Host:
             self.command(job, {"end": True}, _END_TIMEOUT)
         if self._process is not None:
             # What the engine left, such as a server that it started.
-            for orphan in server.session_members(self._process.pid):
-                with suppress(psutil.NoSuchProcess):
-                    orphan.kill()
+            server.kill(server.session_members(self._process.pid))
 
     def _exchange(self, command: dict[str, Any], timeout: float) -> dict[str, Any]:
         assert self._process is not None and self._process.stdin is not None

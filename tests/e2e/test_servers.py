@@ -6,6 +6,7 @@ import psutil
 import pytest
 
 from scripts.engines import roundtrip, server, session
+from tests.e2e.conftest import new_job
 from tests.e2e.inside import kill_at_next_hit, reset_prefix_cache
 
 ONE_STEP = {"max_num_batched_tokens": 4096}
@@ -19,8 +20,6 @@ PROMPTS = roundtrip.prompts((2100, 2101, 2102, 2103, 1300, 1310), seed=41)
 @pytest.fixture(scope="module")
 def reference(host: session.Host, hybrid: str, tmp_path_factory):
     """What an engine without a connector answers to a prompt, or a part of it."""
-    from tests.e2e.conftest import new_job
-
     folder = tmp_path_factory.mktemp("reference")
     job = new_job(folder, "reference", hybrid, [], engine_args=ONE_STEP)
     heads = [prompt[:600] for prompt in PROMPTS]

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -79,9 +80,12 @@ def test_sleep_that_connectors_are_not_told_of(
     config.model_config.enable_sleep_mode = True
     if not hasattr(KVConnectorBase_V1, "restore_kv_caches"):
         assert "--enable-sleep-mode" in refusal(config)
-        told = {"restore_kv_caches": lambda self: None}
-        for name, method in told.items():
-            monkeypatch.setattr(KVConnectorBase_V1, name, method, raising=False)
+        monkeypatch.setattr(
+            KVConnectorBase_V1,
+            "restore_kv_caches",
+            lambda self: None,
+            raising=False,
+        )
     connector._refuse(config)
 
 
@@ -131,8 +135,6 @@ def test_one_unhealthy_worker_is_told_of() -> None:
 
 
 def test_an_unhealthy_worker_stops_the_lookups() -> None:
-    import threading
-
     scheduler = object.__new__(LMCacheLogicalConnector)
     scheduler.lazy_offload = False
     event = threading.Event()

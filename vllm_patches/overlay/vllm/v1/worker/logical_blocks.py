@@ -378,12 +378,11 @@ def _page(layers: Iterable[_Layer], num_blocks: int, kv_layout: str) -> _Paged:
         kind = _kind(layer)
         if (geometry := geometries.get(kind)) is None:
             geometry = geometries[kind] = _geometry(layer, num_blocks, kv_layout)
-        pages: LogicalBlocks | str = (
-            geometry
-            if isinstance(geometry, str)
-            else (_place(layer, geometry, num_blocks))
-        )
-        if isinstance(geometry, str) or isinstance(pages, str):
+        if isinstance(geometry, str):
+            refusals.append(f"{layer}: {geometry}")
+            continue
+        pages = _place(layer, geometry, num_blocks)
+        if isinstance(pages, str):
             refusals.append(f"{layer}: {pages}")
             continue
         owners[id(layer.kv_cache)], blocks[layer.name] = layer, pages
