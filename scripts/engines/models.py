@@ -1,7 +1,10 @@
 """Tiny models with random weights, made rather than downloaded."""
 
 import json
+import os
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -154,7 +157,11 @@ def _save(family: Family, path: Path) -> Path:
     model_class = getattr(transformers, f"{family.architecture}ForCausalLM")
     torch.manual_seed(0)
     model = model_class(config_class(**{**_COMMON, **family.config}))
-    model.to(torch.bfloat16).save_pretrained(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as fresh:
+        model.to(torch.bfloat16).save_pretrained(fresh)
+        with suppress(OSError):  # Another process was first.
+            os.rename(fresh, path)
     return path
 
 

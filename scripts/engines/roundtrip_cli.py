@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
+from pathlib import Path
+from tempfile import mkdtemp
 from typing import Annotated
 
 import typer
@@ -72,7 +74,9 @@ def main(
                 soft_wrap=True,
             )
             raise typer.Exit(2)
-    folder = environment.CACHE / "runs" / time.strftime("%Y%m%d-%H%M%S")
+    runs = environment.CACHE / "runs"
+    runs.mkdir(parents=True, exist_ok=True)
+    folder = Path(mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=runs))
     with _progress(console) as notify:
         try:
             trips = run(folder, cases, runner.value, notify)

@@ -1,4 +1,4 @@
-"""Real engines, real LMCache servers. One engine runs at a time."""
+"""Real engines, real LMCache servers. A file's engines run one at a time."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,13 +26,9 @@ def plain() -> str:
 
 @pytest.fixture(scope="session")
 def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[session.Host]:
-    """Makes engines of one thread.
-
-    With one, the CPU kernels' sums do not depend on where a prompt is cut into steps:
-    an answer from any cache equals the computed one, bit for bit (test_requests.py).
-    """
+    """Makes engines, of one thread each (tests/conftest.py)."""
     log = tmp_path_factory.mktemp("host") / "host.log"
-    with session.host(log, env={"VLLM_CPU_OMP_THREADS_BIND": "0"}) as host:
+    with session.host(log) as host:
         yield host
 
 

@@ -8,14 +8,11 @@ from scripts.engines import roundtrip, server
 
 PROMPTS = roundtrip.prompts((600,))
 
-# One thread a worker: with more, CPU kernels sum in the order of their luck.
-SEPARATE_CORE = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "0",
-}
+SEPARATE_CORE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
 TWO_WORKERS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_CPU_SIM_MULTI_NUMA": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "auto",  # One thread a worker, a core each.
 }
 
 

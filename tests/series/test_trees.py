@@ -50,7 +50,7 @@ def run(release: str, folder: Path) -> Run:
     data = folder / "coverage"
     include = ",".join(f"*/{path.relative_to(OVERLAY)}" for path in OVERLAY_FILES)
     measure = ["run", "--branch", f"--data-file={data}", f"--include={include}"]
-    options = ["-q", "-p", "no:cacheprovider", "--hypothesis-profile=few"]
+    options = ["-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=few"]
     tests = ["-m", "pytest", *options, *map(str, TESTS)]
     environment = {
         "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT)]),

@@ -1,11 +1,12 @@
 """Counts for the report, and hypothesis' profile."""
 
-from dataclasses import dataclass
-from typing import Any
+from collections import Counter
 
 import hypothesis
 import pytest
 import torch
+
+from tests.conftest import TALLY
 
 # Read at LMCache's import. Engines that other tests start shall log as usual.
 with pytest.MonkeyPatch.context() as patch:
@@ -23,47 +24,27 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("overlay")
 
 
-@dataclass
 class Tally:
-    """What the tests of this folder have gone through."""
+    """Counts what the tests of this folder go through, for the report."""
 
-    geometries: int = 0
-    examples: int = 0
-    judged: int = 0
-    right: int = 0
-    wrong: int = 0
-    refused: int = 0
+    def __init__(self, counts: Counter[str]) -> None:
+        self._counts = counts
+
+    def geometry(self) -> None:
+        self._counts["geometries"] += 1
+
+    def example(self) -> None:
+        self._counts["examples"] += 1
 
     def add(self, opinion: Opinion) -> None:
         """Count one case by LMCache's own edits: right only if for all layers."""
-        self.judged += 1
+        self._counts["judged"] += 1
         if opinion.refused:
-            self.refused += 1
-        elif opinion.wrong:
-            self.wrong += 1
+            self._counts["refused"] += 1
         else:
-            self.right += 1
-
-
-TALLY = pytest.StashKey[Tally]()
+            self._counts["wrong" if opinion.wrong else "right"] += 1
 
 
 @pytest.fixture(scope="session")
 def tally(pytestconfig: pytest.Config) -> Tally:
-    return pytestconfig.stash.setdefault(TALLY, Tally())
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    tally = config.stash.get(TALLY, None)
-    if tally is None:
-        return
-    terminalreporter.section("views of the KV cache")
-    terminalreporter.line(
-        f"{tally.geometries} geometries and {tally.examples} random examples: every "
-        "view is its page, byte for byte"
-    )
-    terminalreporter.line(
-        f"LMCache took our views of all {tally.judged} cases it judged; its own edits "
-        f"address the same bytes in {tally.right}, refuse {tally.refused} and get "
-        f"{tally.wrong} wrong"
-    )
+    return Tally(pytestconfig.stash[TALLY])

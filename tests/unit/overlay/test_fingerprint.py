@@ -137,7 +137,7 @@ def test_what_engines_that_share_may_differ_in(
     changes: dict[str, Any], tally: Any
 ) -> None:
     assert build(**changes).fingerprint == build().fingerprint
-    tally.examples += 1
+    tally.example()
 
 
 @given(change=one_change(MATTERS), changes=some_changes(MATTERS_NOT))
@@ -145,7 +145,7 @@ def test_what_orders_the_bytes(
     change: tuple[str, Any], changes: dict[str, Any], tally: Any
 ) -> None:
     assert build(**dict([change]), **changes).fingerprint != build().fingerprint
-    tally.examples += 1
+    tally.example()
 
 
 def test_the_fingerprint_is_a_digest_of_json() -> None:
@@ -304,7 +304,7 @@ def test_equal_documents_mean_equal_bytes(
         assert meaning(here) == meaning(there)
     if meaning(here) != meaning(there):
         assert here.build().fingerprint != there.build().fingerprint
-    tally.examples += 1
+    tally.example()
 
 
 @given(pool=small_pools())
@@ -318,4 +318,4 @@ def test_equal_pools_have_equal_documents(pool: pools.Pool, tally: Any) -> None:
         twin.add(specs if is_uniform else specs[0], layers[0].form, k, len(specs))
     assert twin.bind().build().document == pool.build().document
     assert meaning(twin) == meaning(pool)
-    tally.examples += 1
+    tally.example()

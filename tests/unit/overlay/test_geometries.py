@@ -67,6 +67,6 @@ def test_geometry(case: dict[str, Any], tally: Any) -> None:
             assert list(view.shape[1:]) == layer["view"]
         if "view_dtype" in layer:
             assert view.dtype == getattr(torch, layer["view_dtype"])
-    tally.geometries += 1
+    tally.geometry()
     lmcache.judge(pool, caches)
     tally.add(lmcache.second_opinion(pool))

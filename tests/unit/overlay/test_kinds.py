@@ -108,7 +108,7 @@ def test_served(kind: str, layout: str, kernel_block_size: int, tally: Any) -> N
     pools.check(pool, caches)
     is_raw = kernel_block_size == 32
     assert all((caches[n] is pool.kv_caches[n]) == is_raw for n in caches)
-    tally.geometries += 1
+    tally.geometry()
     lmcache.judge(pool, caches)
     tally.add(lmcache.second_opinion(pool))
 

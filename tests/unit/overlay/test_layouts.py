@@ -18,7 +18,7 @@ def serve(pool: pools.Pool, tally: Any) -> Any:
     """Build, check and judge; returns the caches."""
     caches = pool.build()
     pools.check(pool, caches)
-    tally.geometries += 1
+    tally.geometry()
     lmcache.judge(pool, caches)
     tally.add(lmcache.second_opinion(pool))
     return caches

@@ -152,7 +152,7 @@ def can_judge(pool: pools.Pool) -> bool:
 def test_bound_tensors(pool: pools.Pool, tally: Any) -> None:
     caches = pool.build()
     pools.check(pool, caches)
-    tally.examples += 1
+    tally.example()
     if can_judge(pool):
         lmcache.judge(pool, caches)
         tally.add(lmcache.second_opinion(pool))
@@ -215,7 +215,7 @@ def test_tensors_that_vllm_allocates(data: st.DataObject, tally: Any) -> None:
     pool = data.draw(allocated_pools())
     caches = pool.build()
     pools.check(pool, caches)
-    tally.examples += 1
+    tally.example()
     if can_judge(pool):
         lmcache.judge(pool, caches)
         tally.add(lmcache.second_opinion(pool))
