@@ -38,6 +38,8 @@ class Run:
     tested: subprocess.CompletedProcess[str]
     coverage: Path
     """Which branches of the overlay the tests took."""
+    fingerprints: dict[str, str]
+    """Of one pool, by its kernel block size."""
 
 
 def run(release: str, folder: Path) -> Run:
@@ -60,7 +62,8 @@ def run(release: str, folder: Path) -> Run:
     }
     tested = python("-m", "coverage", *measure, *tests, **environment)
     actions.revert(tree, dry_run=False)
-    return Run(before, patched, hashes(tree), compiled, tested, data)
+    found = {path.name: path.read_text() for path in folder.glob("fingerprint-*")}
+    return Run(before, patched, hashes(tree), compiled, tested, data, found)
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -124,6 +127,13 @@ def test_tree_passes_its_tests(seen: Run) -> None:
 
 def test_revert_restores_every_hash(seen: Run) -> None:
     assert seen.after == seen.before
+
+
+def test_the_newest_releases_share(runs: dict[str, Future[Run]]) -> None:
+    """Equal pools have equal fingerprints on both, whatever their model runner."""
+    default, newest = (runs[r].result().fingerprints for r in ("0.32.0", RELEASES[-1]))
+    assert default == newest
+    assert len(set(default.values())) == 3, "kernel block sizes are kept apart"
 
 
 def test_every_branch_of_the_overlay_is_taken(

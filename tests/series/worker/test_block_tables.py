@@ -1,9 +1,13 @@
 """The release's block tables and the logical view address the same bytes."""
 
+import os
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from vllm.v1.worker.gpu.block_table import BlockTables
 from vllm.v1.worker.logical_blocks import LogicalKVCaches
 
 from tests.series.worker import pool
@@ -79,3 +83,21 @@ def test_views_are_whole_pages(bound: pool.Pool, caches: LogicalKVCaches) -> Non
         assert view.shape[0] == blocks.num_blocks == pool.NUM_BLOCKS
         assert view.data_ptr() == blocks.pages.data_ptr()
         assert torch.equal(view[3].view(torch.uint8).flatten(), blocks.pages[3])
+
+
+def test_both_runners_have_one_fingerprint(
+    bound: pool.Pool, caches: LogicalKVCaches
+) -> None:
+    """It goes beside the release's tree: test_trees.py compares the releases."""
+    tables: Any = object.__new__(BlockTables)  # V2's; its own memory wants a GPU
+    tables.kernel_block_sizes = bound.kernel_block_sizes
+    other = tables.logical_kv_caches(
+        bound.config,
+        bound.kv_caches,
+        "LBHNC" if pool.HAS_ALLOCATION else "HND",
+        attn_groups=bound.attn_groups,
+    )
+    assert other.fingerprint == caches.fingerprint
+    if tree := os.environ.get("SERIES_TREE"):
+        name = f"fingerprint-{bound.kernel_block_sizes[pool.ATTENTION]}"
+        Path(tree).with_name(name).write_text(caches.fingerprint)
