@@ -201,29 +201,24 @@ def build_logical_kv_caches(
     """View every layer's KV cache as pages addressed by block ids.
 
     - An attention layer already paged by its block id keeps its very tensor.
-    - A sub-paged attention layer, one whose slots do not divide its block size, and a
-      Mamba page become opaque pages: their dims are addresses only,
-      ``[num_blocks, slots, 1, C]`` or, head-major, ``[num_blocks, 1, slots, C]``, or
-      ``[num_blocks, slots, C]`` for a tensor of three dims. Where the release binds K
-      and V as a dim of their own, or Mamba states one by one, the view has two planes:
-      ``[num_blocks, 2, slots, 1, C]``.
-    - Groups outside prefix caching or KV transfer, without per-layer views, or
-      without a KV cache pass through.
+    - Others become opaque pages, whose dims are addresses only: ``[num_blocks, slots,
+      1, C]`` or, head-major, ``[num_blocks, 1, slots, C]``; ``[num_blocks, slots, C]``
+      for a tensor of three dims; ``[num_blocks, 2, slots, 1, C]`` where the release
+      binds K and V as a dim of their own, or Mamba states one by one.
+    - What is outside prefix caching or KV transfer, or has no KV cache, passes through.
 
     Args:
         kv_cache_config: The KV cache config the worker was initialized with.
-        kv_caches: Layer name -> KV cache as bound: a tensor, or the list of a Mamba
-            layer's states (up to vLLM 0.25).
+        kv_caches: Layer name -> as bound: a tensor, or Mamba states (up to vLLM 0.25).
         kernel_block_sizes: Tokens per kernel page of each KV cache group, as its
             block table has it. Encoder-only groups at the end have no entry.
-        kv_layout: Name of the resolved KV cache layout ("NHD", "HND", "LBNHC",
-            "LBHNC", "BLNHC", "BLHNC"); None is token-major, as "NHD".
+        kv_layout: Name of the resolved layout ("HND", "LBNHC", ...); None is "NHD".
         attn_groups: The worker's attention groups (vllm/v1/worker/utils.py), by KV
             cache group: which dim counts kernel pages, and what orders their bytes.
 
     Raises:
-        ValueError: if a layer cannot be addressed by block ids. Lists every such
-            layer with its group, the numbers that disagree and what to change.
+        ValueError: if block ids cannot address a layer. Lists every one with its
+            group, the numbers that disagree and what to change.
 
     """
     caches = LogicalKVCaches(
