@@ -4,7 +4,8 @@ A block id may be the null block: between two states of a Mamba group, before a 
 before a local chunk. LMCache skips a chunk only if all its block ids are null, but
 keeps the last ones of a chunk for a group with a window
 (lmcache/v1/multiprocess/object_group_transfer.py). So a chunk of which a group would
-keep a null block is handed over as null, for every group that shares its object.
+keep a null block is handed over as null, for every group that shares its object. So is
+a state that is not that of the chunk's end.
 """
 
 import math

@@ -330,9 +330,9 @@ def main(runner: str) -> None:
     # Engines' own children must not read the commands.
     commands = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if runner == "v2":
-        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
-    elif runner == "v1-triton":
+    if runner != "v1":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+    if runner == "v1-triton":
         # What V1 compiles asks the interpreter's driver for more than it has.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     if runner != "v1":

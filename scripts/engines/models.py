@@ -84,7 +84,8 @@ FAMILIES: Mapping[str, Family] = {
         "Qwen3Next",
         _HYBRID,
         block_size=256,
-        engine_args=_NGRAM,
+        # Steps of two blocks: the extra ones move from step to step.
+        engine_args={**_NGRAM, "max_num_batched_tokens": 600, "max_num_seqs": 4},
         interpreter=True,
     ),
     "plain-ngram": Family(
