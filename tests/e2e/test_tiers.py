@@ -86,7 +86,8 @@ def reference(
         return engine.ask(PROMPTS)
 
 
-@pytest.mark.parametrize("tier", TIERS)
+# A disk is in the default suite in test_fingerprint.py.
+@pytest.mark.parametrize("tier", [pytest.param("fs", marks=pytest.mark.full), "redis"])
 def test_all_stopped_and_started_still_hits(
     hybrid: str, run, tmp_path: Path, reference: list[Answer], tier: str
 ) -> None:
