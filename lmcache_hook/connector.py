@@ -317,6 +317,14 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         metadata = super().build_connector_meta(scheduler_output)
+        for request in metadata.requests:
+            if request.direction == "STORE":
+                stored.null_checkpoints(
+                    request.op,
+                    self._specs,
+                    self._tokens_per_block,
+                    self._gpu_block_pool and self._gpu_block_pool.blocks,
+                )
         if self._has_stored and any(k.window > 0 for k in self._kept):
             # Blocks that left a window may be another request's in this step, while
             # LMCache's server still reads them for the last step's stores.

@@ -4,7 +4,8 @@ A block id may be the null block: between two states of a Mamba group, before a 
 before a local chunk. LMCache skips a chunk only if all its block ids are null, but
 keeps the last ones of a chunk for a group with a window
 (lmcache/v1/multiprocess/object_group_transfer.py). So a chunk of which a group would
-keep a null block is handed over as null, for every group that shares its object.
+keep a null block is handed over as null, for every group that shares its object. So is
+a state that is not that of the chunk's end.
 """
 
 import math
@@ -96,6 +97,31 @@ def null_unstorable(block_ids: Sequence[list[int]], groups: Sequence[Kept]) -> N
                 start = chunk * g.per_chunk
                 nulls = [NULL_BLOCK] * g.per_chunk
                 block_ids[g.group_id][start : start + g.per_chunk] = nulls
+
+
+def null_checkpoints(
+    op: Any, specs: Sequence[Any], tokens_per_block: Sequence[int], blocks: Any
+) -> None:
+    """Null the states that are not those of all tokens up to their block's end.
+
+    From 0.32 on the step that ends a prompt may leave a state from its midst in the
+    last block but one (``MambaSpec.num_prefill_checkpoint_blocks``), and with EAGLE, or
+    a finer ``--prefix-match-unit``, that state is of fewer tokens. The block's hash
+    says of how many (vllm/v1/core/single_type_kv_cache_manager.py).
+
+    Args:
+        op: LMCache's ``LoadStoreOp`` of a store.
+        specs: Engine group id -> spec.
+        tokens_per_block: Engine group id -> tokens per block id; 0 for scratch groups.
+        blocks: Block id -> vLLM's ``KVCacheBlock``.
+
+    """
+    for ids, spec, tokens in zip(op.block_ids, specs, tokens_per_block):
+        if not (tokens and getattr(spec, "num_prefill_checkpoint_blocks", 0)):
+            continue
+        for i, block in enumerate(ids):
+            if blocks[block].block_hash_num_tokens != op.start + (i + 1) * tokens:
+                ids[i] = NULL_BLOCK
 
 
 def freed_tokens(spec: Any, num_computed: int, num_prompt: int) -> range:

@@ -1,7 +1,8 @@
 """vLLM engines in fresh processes, told what to do in JSON lines.
 
-Runs in the environment of a release: ``python -m scripts.engines.engine RUNNER``. vLLM
-is imported once; then every engine gets a process of its own, forked before any engine
+Runs in the environment of a release: ``python -m scripts.engines.engine RUNNER``,
+which is v1, v2, or v1-triton (V1 with Triton's kernels, which V2 always has). vLLM is
+imported once; then every engine gets a process of its own, forked before any engine
 exists. Each line on the standard input is a command and gets one line back on the
 standard output; scripts/engines/session.py is the other end:
 
@@ -68,6 +69,8 @@ class Job:
     """Token ids, asked for one after the other."""
     passes: int = 1
     """How often to ask all prompts."""
+    adapter: dict[str, Any] | None = None
+    """The LoRA adapter that answers the prompts: an ``Adapter``'s fields."""
     runner: str = "v1"
     """Model runner, "v1" or "v2"."""
     kernel_block_size: int = 256
@@ -89,13 +92,12 @@ class Answer:
     """Why there is no answer, or not all of it."""
 
 
-def run_v2_on_cpu() -> None:
-    """Let the V2 model runner start without a GPU, on Triton's interpreter.
+def interpret_triton() -> None:
+    """Let vLLM's Triton kernels run without a GPU, on Triton's interpreter.
 
     vLLM asks for an active Triton driver and finds none on a CPU.
     """
     os.environ["TRITON_INTERPRET"] = "1"
-    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     from types import SimpleNamespace
 
     import triton.backends
@@ -328,8 +330,9 @@ def main(runner: str) -> None:
     # Engines' own children must not read the commands.
     commands = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    if runner == "v2":
-        run_v2_on_cpu()
+    if runner != "v1":
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1" if runner == "v2" else "0"
+        interpret_triton()
     for module in _SLOW_IMPORTS:
         importlib.import_module(module)
     # Whoever sends the commands waits for each result: nothing is read ahead.

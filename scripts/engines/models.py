@@ -30,6 +30,25 @@ _COMMON: Mapping[str, Any] = dict(
     eos_token_id=None,
     pad_token_id=None,
 )
+_HYBRID = dict(
+    linear_key_head_dim=64,
+    linear_value_head_dim=64,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+)
+# Drafts are taken from two tokens before, so that there are some in random prompts.
+_NGRAM = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_min": 1,
+        "prompt_lookup_max": 2,
+    }
+}
 _WINDOWS_AND_FULL = ["sliding_attention", "full_attention"] * (LAYERS // 2)
 
 
@@ -46,25 +65,45 @@ class Family:
     """Tokens per logical block."""
     chunk_size: int = 256
     """Tokens per LMCache chunk of a round trip: it ends where vLLM's own cache does."""
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
+    drafter: bool = False
+    """Whether a draft model speculates."""
+    adapter: bool = False
+    """Whether a LoRA adapter answers."""
+    interpreter: bool = False
+    """Whether it needs Triton's kernels, which the interpreter runs on a CPU."""
 
 
 FAMILIES: Mapping[str, Family] = {
     "hybrid": Family(
         "Qwen3-Next-like: three gated delta net layers, one of full attention",
         "Qwen3Next",
-        dict(
-            linear_key_head_dim=64,
-            linear_value_head_dim=64,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-        ),
+        _HYBRID,
         block_size=256,
     ),
     "plain": Family("Qwen3-like: full attention only", "Qwen3", block_size=256),
+    "hybrid-ngram": Family(
+        "hybrid, with n-gram speculation: a Mamba group's table has extra blocks",
+        "Qwen3Next",
+        _HYBRID,
+        block_size=256,
+        # Steps of two blocks: the extra ones move from step to step.
+        engine_args={**_NGRAM, "max_num_batched_tokens": 600, "max_num_seqs": 4},
+        interpreter=True,
+    ),
+    "plain-ngram": Family(
+        "plain, with n-gram speculation", "Qwen3", block_size=256, engine_args=_NGRAM
+    ),
+    "plain-draft": Family(
+        "plain, with a draft model", "Qwen3", block_size=256, drafter=True
+    ),
+    "plain-lora": Family(
+        "plain, with a LoRA adapter",
+        "Qwen3",
+        block_size=256,
+        engine_args={"enable_lora": True, "max_lora_rank": 8},
+        adapter=True,
+    ),
     "mistral": Family(
         "sliding windows of 256 tokens only, which vLLM pages by the kernel block",
         "Mistral",
@@ -137,6 +176,22 @@ def make(name: str, folder: Path) -> Path:
     What is there already is kept.
     """
     return _save(FAMILIES[name], folder / name)
+
+
+def engine_args(name: str, folder: Path) -> dict[str, Any]:
+    """What an engine of the family ``name`` is started with, beside its model.
+
+    What that needs is saved below ``folder``.
+    """
+    family = FAMILIES[name]
+    args = {"block_size": family.block_size, **family.engine_args}
+    if family.drafter:
+        args["speculative_config"] = {
+            "method": "draft_model",
+            "model": str(make_draft(folder)),
+            "num_speculative_tokens": 2,
+        }
+    return args
 
 
 def make_draft(folder: Path) -> Path:

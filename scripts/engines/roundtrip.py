@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from scripts.engines import environment, models, server, session
-from scripts.engines.engine import Answer, Job
+from scripts.engines.engine import Adapter, Answer, Job, Request
 
 BLOCK_SIZE = 256
 """Tokens per logical block of the models "hybrid" and "plain"."""
 KERNEL_MULTIPLE = 32
 """Tokens that a kernel block of vLLM's CPU attention must be a multiple of."""
+MODELS = environment.CACHE / "models"
 PROMPT_TOKENS = (1300, 1400, 1550)
 MAX_TOKENS = 16
 # Blocks in the pool: more than all prompts need, less than would take long to move.
@@ -91,7 +92,9 @@ def run_engines(
 def _run_engine(host: session.Host, job: Job, notify: Notify) -> dict[str, Any]:
     notify(f"engine {job.name}")
     with host.engine(job) as engine:
-        rounds = [engine.ask(job.prompts) for _ in range(job.passes)]
+        adapter = Adapter(**job.adapter) if job.adapter else None
+        asked = [Request(prompt, adapter=adapter) for prompt in job.prompts]
+        rounds = [engine.ask(asked) for _ in range(job.passes)]
         groups = engine.groups
     if any(answer.error for answers in rounds for answer in answers):
         raise server.StepFailed(f"engine {job.name}", engine.log)
@@ -161,19 +164,24 @@ def jobs(
     from its own prefix cache, with as many cached tokens.
     """
 
+    adapter = None
+    if case.family.adapter:
+        adapter = asdict(Adapter("adapter", 1, str(models.make_adapter(1, MODELS))))
+
     def job(name: str, **changes: Any) -> Job:
         name = f"{case.name}-{name}"
         return Job(
             name=name,
-            model=str(models.make(case.model, environment.CACHE / "models")),
+            model=str(models.make(case.model, MODELS)),
             prompts=prompts(seed=case.seed),
             log=str(folder / f"{name}.log"),
             runner=runner,
             kernel_block_size=case.kernel_block_size,
             max_tokens=MAX_TOKENS,
+            adapter=adapter,
             engine_args={
-                "block_size": case.family.block_size,
                 "num_gpu_blocks_override": _NUM_BLOCKS,
+                **models.engine_args(case.model, MODELS),
             },
             **changes,
         )
@@ -201,18 +209,28 @@ def run(
 
     """
     folder.mkdir(parents=True, exist_ok=True)
+    trips: dict[Case, RoundTrip] = {}
+    for interpreter, some in groupby(cases, lambda case: case.family.interpreter):
+        needed = "v1-triton" if interpreter and runner == "v1" else runner
+        with session.host(folder / f"engines-{needed}.log", needed) as host:
+            trips |= _run(host, folder, list(some), needed, notify)
+    return trips
+
+
+def _run(
+    host: session.Host, folder: Path, cases: list[Case], runner: str, notify: Notify
+) -> dict[Case, RoundTrip]:
     trips = {}
-    with session.host(folder / "engines.log", runner) as host:
-        for chunk_size, some in groupby(cases, lambda case: case.family.chunk_size):
-            notify("starting the LMCache server")
-            log = folder / f"server-{chunk_size}.log"
-            with server.running(log, chunk_size=chunk_size) as lmcache:
-                transfer = lmcache.connector("LMCacheLogicalConnector")
-                for case in some:
-                    three = [
-                        _run_engine(host, job, notify)
-                        for job in jobs(folder, transfer, case, runner)
-                    ]
-                    rows = compare(prompts(seed=case.seed), *three)
-                    trips[case] = RoundTrip(rows, three[1]["groups"])
+    for chunk_size, some in groupby(cases, lambda case: case.family.chunk_size):
+        notify("starting the LMCache server")
+        log = folder / f"server-{chunk_size}.log"
+        with server.running(log, chunk_size=chunk_size) as lmcache:
+            transfer = lmcache.connector("LMCacheLogicalConnector")
+            for case in some:
+                three = [
+                    _run_engine(host, job, notify)
+                    for job in jobs(folder, transfer, case, runner)
+                ]
+                rows = compare(prompts(seed=case.seed), *three)
+                trips[case] = RoundTrip(rows, three[1]["groups"])
     return trips
