@@ -31,7 +31,7 @@ def halved(self, dtype, shape, stride):
         shape = [2 * shape[0], *shape[1:]]
         dim = shape.index(self.slots_per_block)
         shape[dim] //= 2
-        stride = [stride[0] // 2, *stride[1:]]
+        stride = [s // 2 if s == stride[0] else s for s in stride]
     return view(self, dtype, shape, stride)
 logical_blocks.LogicalBlocks.view = halved
 """

@@ -8,17 +8,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 
 from vllm_patches.check import engine, processes, verdict
 from vllm_patches.errors import PatchesError, UsageError
+from vllm_patches.results import Result
 
 Notify = Callable[[str], None]
+_Result = TypeVar("_Result", bound=Result)
 
 _CONNECTORS = {False: "AuditedLogicalConnector", True: "AuditedStockConnector"}
 _SILENCE = 900.0
@@ -39,26 +41,9 @@ def model(arguments: Sequence[str], stock: bool) -> verdict.Checked:
         PatchesError: if an engine or the server fails, with the end of its log.
 
     """
-    with _private_folder() as folder, progress(Console(stderr=True)) as notify:
-        lmcache = processes.Server(folder / "server.log", processes.private_env())
-        with ExitStack() as resources:
-            resources.callback(lmcache.stop)
-            answers, notes = [], []
-            for name, passes in (("stores", 3), ("retrieves", 1)):
-                notify(f"the engine that {name}")
-                (folder / name).mkdir()
-                job = engine.Job(
-                    str(folder / name),
-                    lmcache.port,
-                    ["--model", *arguments],
-                    _CONNECTORS[stock],
-                    passes,
-                )
-                run = _Run(folder, f"engine that {name}", "vllm_patches.check.engine")
-                run.until_done(asdict(job), _ServerOnDemand(folder, lmcache, notify))
-                rounds = json.loads((folder / name / engine.ANSWERS).read_text())
-                answers += [[verdict.Answer(**a) for a in done] for done in rounds]
-                notes.append(verdict.read_notes((folder / name).glob(engine.NOTES)))
+
+    def check(folder: Path, notify: Notify) -> verdict.Checked:
+        answers, notes = _store_and_retrieve(arguments, stock, folder, notify)
         wanted = json.loads((folder / engine.WANTED).read_text())
         _, cached, again, retrieved = answers
         return verdict.Checked(
@@ -74,6 +59,8 @@ def model(arguments: Sequence[str], stock: bool) -> verdict.Checked:
             groups=verdict.compare_pages(*notes),
         )
 
+    return _in_private_folder(check)
+
 
 def pages() -> verdict.PagesChecked:
     """Store and load pages of many geometries, without a model or an engine.
@@ -82,7 +69,8 @@ def pages() -> verdict.PagesChecked:
         PatchesError: if it fails, with the end of its log.
 
     """
-    with _private_folder() as folder, progress(Console(stderr=True)) as notify:
+
+    def check(folder: Path, notify: Notify) -> verdict.PagesChecked:
         notify("KV caches of many geometries, on this device")
         run = _Run(folder, "check of pages", "vllm_patches.check.pages")
         run.until_done({"folder": str(folder)}, lambda: None)
@@ -91,14 +79,39 @@ def pages() -> verdict.PagesChecked:
             found["device"],
             [
                 verdict.Geometry(
-                    each["name"],
-                    each["layout"],
-                    [verdict.Group(**group) for group in each["groups"]],
-                    each["stray"],
+                    **each | {"groups": [verdict.Group(**g) for g in each["groups"]]}
                 )
                 for each in found["geometries"]
             ],
         )
+
+    return _in_private_folder(check)
+
+
+def _store_and_retrieve(
+    arguments: Sequence[str], stock: bool, folder: Path, notify: Notify
+) -> tuple[list[list[verdict.Answer]], list[list[dict[str, Any]]]]:
+    """The answers of every pass of both engines, and what each engine's workers noted.
+
+    The server runs from when the first engine has said which it needs.
+    """
+    lmcache = processes.Server(folder / "server.log", processes.private_env())
+    answers, notes = [], []
+    try:
+        for name, passes in (("stores", 3), ("retrieves", 1)):
+            notify(f"the engine that {name}")
+            own = folder / name
+            own.mkdir()
+            flags = ["--model", *arguments]
+            job = engine.Job(str(own), lmcache.port, flags, _CONNECTORS[stock], passes)
+            run = _Run(folder, f"engine that {name}", "vllm_patches.check.engine")
+            run.until_done(asdict(job), _ServerOnDemand(folder, lmcache, notify))
+            rounds = json.loads((own / engine.ANSWERS).read_text())
+            answers += [[verdict.Answer(**a) for a in done] for done in rounds]
+            notes.append(verdict.read_notes(own.glob(engine.NOTES)))
+    finally:
+        lmcache.stop()
+    return answers, notes
 
 
 class _ServerOnDemand:
@@ -176,28 +189,30 @@ def _tail(log: Path | None) -> list[str]:
     return log.read_text(errors="replace").splitlines()[-_TAIL:] if log else []
 
 
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """A folder that goes unless something fails; a signal to end is a failure too."""
+def _in_private_folder(check: Callable[[Path, Notify], _Result]) -> _Result:
+    """Check in a folder that stays, with its logs, only if something is wrong.
+
+    A signal to end ends what runs first.
+    """
 
     def end(number: int, frame: Any) -> None:
         sys.exit(128 + number)
 
     before = {s: signal.signal(s, end) for s in (signal.SIGTERM, signal.SIGHUP)}
     folder = Path(tempfile.mkdtemp(prefix="vllm-patches-check-"))
+    stays = False
     try:
-        yield folder
-    except UsageError:
-        shutil.rmtree(folder)
+        with progress(Console(stderr=True)) as notify:
+            result = check(folder, notify)
+            if stays := result.failed:
+                notify(f"the logs are in {folder}")
+        return result
+    except PatchesError as e:
+        stays = not isinstance(e, UsageError)
         raise
-    except PatchesError:
-        raise  # It names a log that is there.
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    else:
-        shutil.rmtree(folder)
     finally:
+        if not stays:
+            shutil.rmtree(folder)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -226,11 +226,17 @@ class Geometry:
     """Bytes that a load changed outside the pages that it was to write."""
     failure: str = ""
     """Why there is nothing to compare."""
+    left_out: str = ""
+    """Why it cannot be had on this device."""
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.name}, {self.layout}"
 
     @property
     def is_right(self) -> bool:
         pages = self.groups and all(g.compared and not g.wrong for g in self.groups)
-        return bool(pages) and not self.stray and not self.failure
+        return bool(pages or self.left_out) and not self.stray and not self.failure
 
 
 @dataclass(frozen=True)
@@ -268,19 +274,19 @@ class PagesChecked(Rows):
         ]
 
     def notes(self) -> list[str]:
-        compared = sum(group.compared for g in self.geometries for group in g.groups)
-        wrong = [g for g in self.geometries if not g.is_right]
-        return [
-            f"{len(self.geometries)} KV caches on {self.device}, {compared} pages",
-            *(
-                f"{g.name}: {g.stray} bytes changed outside its pages"
-                for g in self.geometries
-                if g.stray
-            ),
-            *(f"{g.name}, {g.layout}: {g.failure}" for g in wrong if g.failure),
-        ]
+        pages = sum(group.compared for g in self.geometries for group in g.groups)
+        checked = [g for g in self.geometries if not g.left_out]
+        lines = [f"{len(checked)} KV caches on {self.device}, {pages} pages"]
+        for g in self.geometries:
+            if g.stray:
+                lines.append(f"{g.full_name}: {g.stray} bytes changed outside pages")
+            if why := g.failure or g.left_out and f"left out, {g.left_out}":
+                lines.append(f"{g.full_name}: {why}")
+        return lines
 
     @property
     def error(self) -> str | None:
-        wrong = [g.name for g in self.geometries if not g.is_right]
-        return f"wrong: {'; '.join(wrong)}" if wrong or not self.geometries else None
+        wrong = [g.full_name for g in self.geometries if not g.is_right]
+        if wrong:
+            return f"wrong: {'; '.join(wrong)}"
+        return None if any(g.groups for g in self.geometries) else "nothing is shown"

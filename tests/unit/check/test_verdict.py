@@ -170,5 +170,15 @@ def geometry(stray: int = 0, failure: str = "", **counts: int) -> Geometry:
 def test_geometry_that_is_not_right(changes: dict[str, Any]) -> None:
     assert verdict.PagesChecked("cpu", [geometry()]).error is None
     result = verdict.PagesChecked("cpu", [geometry(), geometry(**changes)])
-    assert result.error == "wrong: sub-paged"
-    assert verdict.PagesChecked("cpu", []).error is not None
+    assert result.error == "wrong: sub-paged, LBHNC"
+
+
+def test_what_is_left_out_is_said_and_shows_nothing() -> None:
+    left_out = Geometry("padded", "LBHNC", [], 0, left_out="not on a CPU")
+    result = verdict.PagesChecked("cpu", [geometry(), left_out])
+    assert result.error is None
+    assert result.notes() == [
+        "1 KV caches on cpu, 12 pages",
+        "padded, LBHNC: left out, not on a CPU",
+    ]
+    assert verdict.PagesChecked("cpu", [left_out]).error == "nothing is shown"
