@@ -1,6 +1,7 @@
 """What `vllm-patches check` runs, one process after the other."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -25,8 +26,9 @@ _Result = TypeVar("_Result", bound=Result)
 _CONNECTORS = {False: "AuditedLogicalConnector", True: "AuditedStockConnector"}
 _SILENCE = 900.0
 """Seconds without a line in its log after which a process is given up."""
-_TAIL = 20
+_SHOWN = 10
 """Lines of a log that are shown."""
+_ERROR = re.compile(r"\b[\w.]*(?:Error|Exception|Exit): .+")
 
 
 def model(arguments: Sequence[str], stock: bool) -> verdict.Checked:
@@ -38,7 +40,7 @@ def model(arguments: Sequence[str], stock: bool) -> verdict.Checked:
 
     Raises:
         UsageError: if vLLM refuses a flag.
-        PatchesError: if an engine or the server fails, with the end of its log.
+        PatchesError: if an engine or the server fails, with the errors in its log.
 
     """
 
@@ -66,7 +68,7 @@ def pages() -> verdict.PagesChecked:
     """Store and load pages of many geometries, without a model or an engine.
 
     Raises:
-        PatchesError: if it fails, with the end of its log.
+        PatchesError: if it fails, with the errors in its log.
 
     """
 
@@ -172,7 +174,7 @@ class _Run:
             try:
                 meanwhile()
             except processes.StepFailed as e:
-                raise PatchesError(str(e), _tail(e.log)) from None
+                raise PatchesError(str(e), _reasons(e.log)) from None
             if said != (said := self._log.stat().st_size):
                 since = time.monotonic()
             if time.monotonic() - since > _SILENCE:
@@ -182,11 +184,14 @@ class _Run:
 
     def _failure(self, what: str) -> PatchesError:
         message = f"the {self._name} {what}; its log is {self._log}"
-        return PatchesError(message, _tail(self._log))
+        return PatchesError(message, _reasons(self._log))
 
 
-def _tail(log: Path | None) -> list[str]:
-    return log.read_text(errors="replace").splitlines()[-_TAIL:] if log else []
+def _reasons(log: Path | None) -> list[str]:
+    """The errors in a log, the first ones first; without any, its end."""
+    text = log.read_text(errors="replace") if log else ""
+    errors = list(dict.fromkeys(_ERROR.findall(text)))
+    return errors[:_SHOWN] or text.splitlines()[-_SHOWN:]
 
 
 def _in_private_folder(check: Callable[[Path, Notify], _Result]) -> _Result:

@@ -66,13 +66,23 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Any:
     return command._Run(tmp_path, "child", "some_module")
 
 
-def test_failing_process_is_told_with_the_end_of_its_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "code, details",
+    [
+        ("print('what is wrong', flush=True)", ["what is wrong"]),
+        (
+            "for e in 'a', 'a', 'b': print(f'(Worker) 1: ValueError: {e}', flush=True)",
+            ["ValueError: a", "ValueError: b"],
+        ),
+    ],
+)
+def test_failing_process_is_told_with_the_errors_in_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, details: list[str]
 ) -> None:
-    code = "print('what is wrong', flush=True); raise SystemExit(3)"
+    code += "\nraise SystemExit(3)"
     with pytest.raises(PatchesError, match="child ended with status 3") as failed:
         child(tmp_path, monkeypatch, code).until_done({}, lambda: None)
-    assert failed.value.details == ["what is wrong"]
+    assert failed.value.details == details
     assert str(tmp_path / "child.log") in str(failed.value)
 
 
