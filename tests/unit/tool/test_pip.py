@@ -130,7 +130,8 @@ def test_this_project_ships_all_of_its_packages(
         shipped = set(snapshot(environment.site / package))
         for file in (ROOT / package).rglob("*.py"):
             name = file.relative_to(ROOT / package).as_posix()
-            assert name in shipped, f"{package}/{name}"
+            # What is proposed upstream is for a checkout.
+            assert name in shipped or name.startswith("upstream/"), name
     code = "import vllm_patches.check.processes, vllm_patches.cli"
     borrowed = os.pathsep.join([str(environment.site), sysconfig.get_path("purelib")])
     subprocess.run(
