@@ -225,9 +225,9 @@ class Notes:
                 )
         return total
 
-    def _note(self, kind: str, **values: Any) -> None:
-        note = {"note": kind, "rank": self._rank, **values}
-        print(json.dumps(note), file=self._file)
+    def _note(self, note: str, /, **values: Any) -> None:
+        line = {"note": note, "rank": self._rank, **values}
+        print(json.dumps(line), file=self._file)
 
 
 def _synchronize(caches: "LogicalKVCaches") -> None:
