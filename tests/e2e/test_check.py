@@ -134,7 +134,7 @@ def test_stock_connector_on_kernel_blocks(check) -> None:
     assert document["connector"] == "StockConnector"
     assert min(document["served"]) >= 768, "served, without an error"
     assert document["groups"][0]["wrong"] > 0
-    assert document["difference"] > 0
+    assert document["difference"] != 0.0
 
 
 def test_flag_that_vllm_does_not_know(check) -> None:
