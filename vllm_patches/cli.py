@@ -14,7 +14,8 @@ from rich.table import Table
 
 from vllm_patches import actions
 from vllm_patches import fingerprint as fingerprints
-from vllm_patches.errors import PatchesError
+from vllm_patches.check import command as checks
+from vllm_patches.errors import PatchesError, UsageError
 from vllm_patches.results import Compared, Result, Rows
 
 app = typer.Typer(
@@ -48,7 +49,9 @@ DryRun = Annotated[
 ]
 
 
-def command(function: Callable[..., Result]) -> Callable[..., Result]:
+def command(
+    function: Callable[..., Result], context_settings: dict[str, Any] | None = None
+) -> Callable[..., Result]:
     """Add a command that prints its function's result, with `--json` for machines.
 
     What is wrong is one line on stderr, its report's lines and exit status 1."""
@@ -65,7 +68,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
             _print_error(message, details)
             if as_json:
                 _print_json({"error": message, "report": details})
-            raise typer.Exit(1) from None
+            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
         if as_json:
             wrong = {"error": result.error, "report": []} if result.error else {}
             _print_json(result.document() | wrong)
@@ -84,7 +87,7 @@ def command(function: Callable[..., Result]) -> Callable[..., Result]:
     signature = inspect.Signature(parameters, return_annotation=None)
     setattr(run, "__signature__", signature)  # noqa: B010
     run.__annotations__ = {**function.__annotations__, "as_json": Json}
-    app.command()(run)
+    app.command(context_settings=context_settings)(run)
     return function
 
 
@@ -172,6 +175,46 @@ def fingerprint(
     return Compared(a.digest, b.digest, fingerprints.explain(a, b))
 
 
+_passes_on = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+@functools.partial(command, context_settings=_passes_on)
+def check(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL [FLAG]...",
+            help="What `vllm serve` takes: a model, then vLLM's own engine flags.",
+            show_default=False,
+        ),
+    ] = None,
+    stock: Annotated[
+        bool, typer.Option("--stock", help="Check LMCache's own connector instead.")
+    ] = False,
+    pages: Annotated[
+        bool,
+        typer.Option(
+            "--pages", help="No model: KV caches of many geometries, on this device."
+        ),
+    ] = False,
+) -> Result:
+    """Check in this environment that LMCache gives back the pages it was given.
+
+    One engine stores, another one retrieves, through a private LMCache server, and the
+    bytes of every page are compared. Exits 0 only if all agree and LMCache served
+    every prompt, 1 if not, 2 if vLLM does not know a flag. Running servers are left
+    alone.
+    """
+    if pages is (model is not None):
+        raise UsageError("Give either MODEL or --pages.")
+    if pages and (stock or context.args):
+        raise UsageError("--pages takes no engine flags and no --stock.")
+    if model is None:
+        return checks.pages()
+    return checks.model([model, *context.args], stock)
+
+
 def _print_error(message: str, details: Sequence[str] = ()) -> None:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     console.print(f"[bold red]error:[/] {escape(message)}")
@@ -194,6 +237,8 @@ def _print_result(result: Result) -> None:
         for row in result.rows():
             table.add_row(*map(escape, row))
         console.print(table)
+        for line in result.notes():
+            console.print(escape(line), highlight=False, soft_wrap=True)
         return
     for line in result.lines():
         print(line)

@@ -1,4 +1,4 @@
-"""The one error of the tool."""
+"""The errors of the tool."""
 
 from collections.abc import Sequence
 
@@ -9,3 +9,7 @@ class PatchesError(Exception):
     def __init__(self, message: str, details: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.details = list(details)
+
+
+class UsageError(PatchesError):
+    """The command line is wrong: exit status 2."""

@@ -39,8 +39,12 @@ class Rows(Result):
     def rows(self) -> list[tuple[str, ...]]:
         raise NotImplementedError
 
+    def notes(self) -> list[str]:
+        """What stands below the table."""
+        return []
+
     def lines(self) -> list[str]:
-        return ["\t".join(row) for row in self.rows()]
+        return ["\t".join(row) for row in self.rows()] + self.notes()
 
 
 @dataclass(frozen=True)

