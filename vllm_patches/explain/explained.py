@@ -123,7 +123,7 @@ class Explained(Result):
         head = f"{self.model} on vLLM {self.vllm}, layout {self.kv_cache_layout}"
         if self.refusal is not None:
             return [head, "", *table, "", f"refused: {self.refusal}"]
-        unknown = "" if self.has_weights else " (with weights beside it: another)"
+        unknown = "" if self.has_weights else " (an engine's has its weights, too)"
         return [
             head,
             "",

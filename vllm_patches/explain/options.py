@@ -67,6 +67,8 @@ def model_folder(path: Path) -> Path:
 
     """
     file = path / CONFIG if path.is_dir() else path
+    if file.name != CONFIG:
+        raise PatchesError(f"{file}: give a {CONFIG}, or the folder it is in")
     try:
         config = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError) as e:

@@ -38,6 +38,7 @@ def test_lines_and_json(plain: Path) -> None:
     result = run(plain, *options)
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
+    assert "an engine's has its weights" in result.stdout
     (row,) = (line for line in result.stdout.splitlines() if "FullAttention" in line)
     assert row.split()[:5] == ["0", "FullAttentionSpec", "4", "64", "64"]
     assert "\nlmcache server --chunk-size 256 " in result.stdout
@@ -119,7 +120,7 @@ def test_a_picture_that_cannot_be_written(plain: Path) -> None:
 
 
 def test_no_config(tmp_path: Path) -> None:
-    assert "No such file" in refused(tmp_path / "nothing")
+    assert "give a config.json" in refused(tmp_path / "nothing")
     assert "config.json cannot be read: No such file" in refused(tmp_path)
     file = tmp_path / "config.json"
     file.write_bytes(b"\xff\xfe\x00")
