@@ -8,9 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
-from lmcache.integration.vllm.kv_cache_groups import create_engine_group_infos_from_vllm
 from lmcache.integration.vllm.lmcache_mp_connector import (
     LMCacheMPConnector,
     get_group_tokens_per_block,
@@ -103,7 +101,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         from vllm.v1.worker import logical_blocks
 
         namespace.check_contract(logical_blocks.CONTRACT_VERSION)
-        _refuse(vllm_config)
+        refuse(vllm_config)
         self._tokens_per_block = get_group_tokens_per_block(
             vllm_config, kv_cache_config
         )
@@ -164,15 +162,10 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
             text = json.dumps(document)
             logger.info("KV cache fingerprint %s %s", self.fingerprint, text)
 
-        windows = {k.group_id: k.window for k in self._kept}
         hints = vllm_layout_hints(self._vllm_config)
-        infos = create_engine_group_infos_from_vllm(
-            self._kv_cache_config, views, hints, self._dcp_size
+        infos = server.group_infos(
+            self._vllm_config, self._kv_cache_config, views, hints, self._kept
         )
-        infos = [
-            msgspec.structs.replace(info, sw_size_tokens=windows[info.engine_group_id])
-            for info in infos
-        ]
         server.check_views(views, infos, hints, adapter.lmcache_tokens_per_chunk)
         server.answer_refusals(adapter.req_client)
         addresses = [view.data_ptr() for view in views.values()]
@@ -340,7 +333,7 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
                 event.clear()
 
 
-def _refuse(vllm_config: "VllmConfig") -> None:
+def refuse(vllm_config: "VllmConfig") -> None:
     """Raises:
     ValueError: if this engine would get wrong answers, or hang.
 

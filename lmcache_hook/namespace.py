@@ -34,7 +34,7 @@ _MAX_FILE_NAME = 255
 _DIGITS = 16
 # Of a Hugging Face config, what says nothing about the values in a page.
 _SAYS_NOTHING = ("_name_or_path", "transformers_version", "id2label", "label2id")
-_WEIGHTS = ("safetensors", "bin", "pt", "gguf")
+WEIGHTS = ("safetensors", "bin", "pt", "gguf")
 # Bytes of a weight file that are read: so many, in every so many.
 _SAMPLE, _EVERY = 4096, 1 << 24
 
@@ -150,7 +150,7 @@ def _sample_weights(folder: Path) -> str:
     Weights that were trained on, or replaced below one path, differ in every sample.
     """
     digest = hashlib.sha256()
-    for file in sorted(f for s in _WEIGHTS for f in folder.glob(f"*.{s}")):
+    for file in sorted(f for s in WEIGHTS for f in folder.glob(f"*.{s}")):
         size = file.stat().st_size
         digest.update(f"{file.name} {size} ".encode())
         with file.open("rb") as f:

@@ -14,6 +14,8 @@ import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
+from lmcache.integration.vllm.kv_cache_groups import create_engine_group_infos_from_vllm
 from lmcache.utils import EngineType
 from lmcache.v1.gpu_connector.utils import normalize_and_discover_per_layer_formats
 from lmcache.v1.kv_layer_groups import KVLayerGroupsManager
@@ -51,6 +53,23 @@ def command(chunk: int) -> str:
         f"lmcache server --chunk-size {chunk} --separate-object-groups "
         "--l1-size-gb 100 --eviction-policy LRU"
     )
+
+
+def group_infos(
+    vllm_config: Any,
+    kv_cache_config: Any,
+    views: Mapping[str, Any],
+    hints: Any,
+    kept: Sequence[stored.Kept],
+) -> list[EngineGroupInfo]:
+    """What LMCache's server is told of the groups, windows in whole blocks."""
+    dcp = getattr(vllm_config.parallel_config, "decode_context_parallel_size", 1)
+    infos = create_engine_group_infos_from_vllm(kv_cache_config, views, hints, dcp)
+    windows = {k.group_id: k.window for k in kept}
+    return [
+        msgspec.structs.replace(info, sw_size_tokens=windows[info.engine_group_id])
+        for info in infos
+    ]
 
 
 def check_views(

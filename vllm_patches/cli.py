@@ -44,6 +44,7 @@ Root = Annotated[
 Json = Annotated[
     bool, typer.Option("--json", help="Print one JSON document, for machines.")
 ]
+Ranks = Annotated[int, typer.Option(metavar="N", min=1)]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Check everything, change nothing.")
 ]
@@ -213,6 +214,72 @@ def check(
     if model is None:
         return checks.pages()
     return checks.model([model, *context.args], stock)
+
+
+@command
+def explain(
+    model: Annotated[
+        Path,
+        typer.Argument(metavar="MODEL", help="A config.json, or the folder it is in."),
+    ],
+    attention_backend: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="vLLM's name of it, such as FLASH_ATTN.",
+            show_default="the CPU's",
+        ),
+    ] = None,
+    kernel_block_size: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="TOKENS",
+            help="Kernel blocks that the backend takes; once for each size.",
+            show_default="what the backend says",
+        ),
+    ] = None,
+    tensor_parallel_size: Ranks = 1,
+    pipeline_parallel_size: Ranks = 1,
+    decode_context_parallel_size: Ranks = 1,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", show_default="the model's")
+    ] = None,
+    mamba_cache_mode: Annotated[
+        str | None, typer.Option(metavar="MODE", show_default="vLLM's")
+    ] = None,
+    block_size: Annotated[
+        int | None, typer.Option(metavar="TOKENS", min=1, show_default="vLLM's")
+    ] = None,
+    kv_cache_layout: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="VLLM_KV_CACHE_LAYOUT.", show_default="vLLM's"
+        ),
+    ] = None,
+    svg: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw one page of every group, to scale."),
+    ] = None,
+) -> Result:
+    """Say what vLLM will do to a model's KV cache, and which commands serve it.
+
+    Needs no weights, GPU or network, but the vLLM and LMCache of this environment.
+    Exits 0 if it can be served, 1 if not.
+    """
+    from vllm_patches import explain as explain_room
+
+    options = explain_room.Options(
+        attention_backend,
+        tuple(kernel_block_size or ()),
+        tensor_parallel_size,
+        pipeline_parallel_size,
+        decode_context_parallel_size,
+        kv_cache_dtype,
+        mamba_cache_mode,
+        block_size,
+        kv_cache_layout,
+    )
+    return explain_room.explain(model, options, svg)
 
 
 def _print_error(message: str, details: Sequence[str] = ()) -> None:

@@ -144,5 +144,15 @@ def with_matrix(readme: str) -> str:
         ValueError: if a marker is missing.
 
     """
-    start, end = (readme.index(marker) for marker in MATRIX)
-    return f"{readme[: start + len(MATRIX[0])]}\n{matrix()}\n{readme[end:]}"
+    return with_table(readme, MATRIX, matrix())
+
+
+def with_table(readme: str, markers: tuple[str, str], table: str) -> str:
+    """README.md's text with a table between its markers.
+
+    Raises:
+        ValueError: if a marker is missing.
+
+    """
+    start, end = (readme.index(marker) for marker in markers)
+    return f"{readme[: start + len(markers[0])]}\n{table}\n{readme[end:]}"

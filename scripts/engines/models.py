@@ -208,10 +208,9 @@ def _save(family: Family, path: Path) -> Path:
     import torch
     import transformers
 
-    config_class = getattr(transformers, _config_class(family.architecture))
     model_class = getattr(transformers, f"{family.architecture}ForCausalLM")
     torch.manual_seed(0)
-    model = model_class(config_class(**{**_COMMON, **family.config}))
+    model = model_class(_config(family))
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as fresh:
         model.to(torch.bfloat16).save_pretrained(fresh)
@@ -220,10 +219,23 @@ def _save(family: Family, path: Path) -> Path:
     return path
 
 
-def _config_class(architecture: str) -> str:
+def make_config(name: str, folder: Path) -> Path:
+    """Save the config of the family ``name`` below ``folder``, without weights."""
+    family, path = FAMILIES[name], folder / name
+    config = _config(family)
+    config.architectures = [f"{family.architecture}ForCausalLM"]
+    config.dtype = "bfloat16"
+    config.save_pretrained(path)
+    return path
+
+
+def _config(family: Family) -> Any:
+    import transformers
+
     # The models of text and images have a configuration of this name.
-    text = "Text" if architecture in ("Gemma3", "Llama4") else ""
-    return f"{architecture}{text}Config"
+    text = "Text" if family.architecture in ("Gemma3", "Llama4") else ""
+    config_class = getattr(transformers, f"{family.architecture}{text}Config")
+    return config_class(**{**_COMMON, **family.config})
 
 
 def make_adapter(seed: int, folder: Path, rank: int = 8) -> Path:

@@ -1,6 +1,7 @@
 """Real engines, real LMCache servers. A file's engines run one at a time."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,22 @@ def lmcache(tmp_path: Path) -> Iterator[server.Server]:
     """A server that keeps KV cache groups apart, by chunks of 256 tokens."""
     with server.running(tmp_path / "server.log") as lmcache:
         yield lmcache
+
+
+def settled(
+    disk: Path, more_than: Set[Path] = frozenset(), seconds: float = 3
+) -> set[Path]:
+    """LMCache's objects in a disk tier, once there are more and no new one for some
+    seconds."""
+    objects, since = set[Path](), time.monotonic()
+    began = since
+    while objects <= more_than or time.monotonic() - since < seconds:
+        now = set(disk.rglob("*.data"))
+        if now != objects:
+            objects, since = now, time.monotonic()
+        assert time.monotonic() - began < 60, "nothing reached the disk tier"
+        time.sleep(0.2)
+    return objects
 
 
 def new_job(

@@ -1,10 +1,10 @@
 """Engines that page differently never see each other's entries; equal ones share."""
 
 import os
-import time
 from pathlib import Path
 
 from scripts.engines import roundtrip, server
+from tests.e2e.conftest import settled
 
 PROMPTS = roundtrip.prompts((1300, 1550))
 
@@ -92,7 +92,7 @@ def test_pools_of_any_size_and_a_restarted_server_share(
                 env={"VLLM_CPU_KVCACHE_SPACE": str(pool_gib)},
             )
             (engine,) = roundtrip.run_engines([job], tmp_path)
-            _wait_until_settled(disk)
+            settled(disk)
         return engine
 
     first = run("first", "server-1.log", pool_gib=1)
@@ -104,14 +104,3 @@ def test_pools_of_any_size_and_a_restarted_server_share(
     )
     rows = roundtrip.compare(PROMPTS, first, second, reference)
     assert all(row.exact for row in rows), rows
-
-
-def _wait_until_settled(disk: Path, seconds: float = 3) -> None:
-    """Wait until the disk tier has files and no new one for some seconds."""
-    count, since = 0, time.monotonic()
-    while not count or time.monotonic() - since < seconds:
-        now = len(list(disk.rglob("*.data")))
-        if now != count:
-            count, since = now, time.monotonic()
-        assert time.monotonic() - since < 60, "nothing reached the disk tier"
-        time.sleep(0.2)

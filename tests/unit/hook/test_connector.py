@@ -54,22 +54,22 @@ def test_vllm_finds_the_connector_by_name() -> None:
 
 def refusal(config: Any) -> str:
     with pytest.raises(ValueError) as refused:
-        connector._refuse(config)
+        connector.refuse(config)
     return str(refused.value)
 
 
 def test_backends_that_cannot_read_a_cached_prefix(config: Any) -> None:
     """vLLM turns both off for them (vllm/platforms/cpu.py); a person, one of them."""
-    connector._refuse(config)
+    connector.refuse(config)
     config.cache_config.enable_prefix_caching = False
-    connector._refuse(config)
+    connector.refuse(config)
     config.scheduler_config.enable_chunked_prefill = False
     assert "cannot read a cached prefix" in refusal(config)
 
 
 def test_ranks_that_schedule_by_themselves(config: Any) -> None:
     config.parallel_config.distributed_executor_backend = "external_launcher"
-    connector._refuse(config)
+    connector.refuse(config)
     config.parallel_config.world_size = 2
     assert "Use the mp executor" in refusal(config)
 
@@ -86,7 +86,7 @@ def test_sleep_that_connectors_are_not_told_of(
             lambda self: None,
             raising=False,
         )
-    connector._refuse(config)
+    connector.refuse(config)
 
 
 def test_options_that_do_nothing_here(config: Any) -> None:

@@ -15,15 +15,10 @@ from tests.unit.tool.test_bad_input import run
 from vllm_patches.patch_set import PatchSet
 
 COMMANDS = [
-    "releases",
-    "status",
-    "apply",
-    "revert",
-    "verify",
-    "wheel",
-    "export",
-    "check",
+    *("releases", "status", "apply", "revert", "verify", "wheel", "export"),
+    *("fingerprint", "explain", "check"),
 ]
+NO_TARGET = ("releases", "wheel", "fingerprint", "explain", "check")
 TOOL = [sys.executable, "-c", "from vllm_patches.cli import app; app()"]
 
 
@@ -39,7 +34,7 @@ def test_help_of_each_command(command: str) -> None:
     assert result.exit_code == 0
     assert "--json" in result.stdout
     options = set(re.findall(r"^ +(?:-\w, )?(--[\w-]+)", result.stdout, re.MULTILINE))
-    assert ("--target" in options) == (command not in ("releases", "wheel", "check"))
+    assert ("--target" in options) == (command not in NO_TARGET)
     writes = command in ("apply", "revert", "wheel", "export")
     assert ("--dry-run" in options) == writes
 
