@@ -2,10 +2,27 @@
 
 from collections.abc import Sequence
 
+STATUS = {
+    "unpatched": 3,
+    "out-of-date": 4,
+    "interrupted": 5,
+    "changed": 6,
+    "busy": 7,
+    "unsupported": 8,
+    "not-found": 9,
+}
+"""Exit status by code; every other code's is 1. 2 is the command line's own."""
+
 
 class PatchesError(Exception):
-    """What is wrong and the way out, in one line; `details` may add lines."""
+    """What is wrong and the way out, in one line; `details` may add lines.
 
-    def __init__(self, message: str, details: Sequence[str] = ()) -> None:
+    `code` is its kind, in a word, for machines.
+    """
+
+    def __init__(
+        self, message: str, details: Sequence[str] = (), code: str = "refused"
+    ) -> None:
         super().__init__(message)
         self.details = list(details)
+        self.code = code

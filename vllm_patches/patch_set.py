@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_patches import releases
+from vllm_patches import releases, sums
 from vllm_patches.errors import PatchesError
 from vllm_patches.patch import Files, Outcome, Patch, Read
 from vllm_patches.releases import Release
@@ -29,20 +29,13 @@ class PatchSet:
     @classmethod
     def of(cls, release: Release) -> "PatchSet":
         """Read a release's series and the overlay."""
-        patches = [
-            Patch(path.name, path.read_bytes().decode())
-            for path in sorted(release.series.glob("*.patch"))
-        ]
+        series = sums.read(release.series)
+        patches = [Patch(name, data.decode()) for name, data in series.items()]
         if not patches:
             raise PatchesError(
                 f"no patches in {release.series}; reinstall vllm-logical-blocks"
             )
-        files = {
-            path.relative_to(OVERLAY).as_posix(): path.read_bytes()
-            for path in sorted(OVERLAY.rglob("*"))
-            if path.is_file() and path.suffix != ".pyc"
-        }
-        return cls(release.version, patches, files)
+        return cls(release.version, patches, sums.read(OVERLAY))
 
     @classmethod
     def find(cls, version: str) -> "PatchSet | None":

