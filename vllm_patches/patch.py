@@ -77,6 +77,18 @@ class Patch:
         return files
 
 
+def signed_off(text: str, who: str) -> str:
+    """A patch's text with a Signed-off-by line at the end of its message."""
+    for end in ("\n---\n", "\ndiff --git "):
+        message, found, rest = text.partition(end)
+        if found:
+            break
+    message = message.rstrip("\n")
+    headers, _, body = message.partition("\n\n")
+    gap = "\n" if body else "\n\n"
+    return f"{message}{gap}Signed-off-by: {who}\n{found}{rest}"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a patch fares on files that it was not made for."""
@@ -140,6 +152,21 @@ class Files:
                 lines[start : start + len(hunk.old)] = hunk.new
                 grown += offset + len(hunk.new) - len(hunk.old)
         return results
+
+    def unpatch(self, patch: Patch) -> bool:
+        """Take one patch out again. Says whether its every change was there."""
+        for path, hunks in patch.hunks.items():
+            lines = self._of(path)
+            end = len(lines)
+            for hunk in reversed(hunks):
+                new, size = hunk.new, len(hunk.new)
+                starts = range(end - size, -1, -1)
+                start = next((n for n in starts if lines[n : n + size] == new), None)
+                if start is None:
+                    return False
+                lines[start : start + size] = hunk.old
+                end = start
+        return True
 
     def port(self, patch: Patch) -> Outcome:
         """Apply one patch, or leave the lines as they are."""

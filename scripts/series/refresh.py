@@ -85,7 +85,9 @@ def write(folder: Path, patches: dict[str, bytes]) -> list[str]:
 
 def list_overlay() -> str:
     """Write the overlay's list anew; says whether it changed."""
-    return f"{OVERLAY / sums.NAME}: " + ("written" if sums.write(OVERLAY) else "current")
+    return f"{OVERLAY / sums.NAME}: " + (
+        "written" if sums.write(OVERLAY) else "current"
+    )
 
 
 def main(

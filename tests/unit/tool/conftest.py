@@ -113,6 +113,7 @@ def small_series(
 
 
 WRITES = {
+    "os.chown",
     *("os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.utime"),
     *("os.truncate", "os.link", "os.symlink"),
 }

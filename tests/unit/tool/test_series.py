@@ -176,7 +176,7 @@ def test_a_series_is_what_its_list_says(small_series: Path) -> None:
     assert [patch.name for patch in load().patches] == [first.name, second.name]
     text = first.read_text()
     first.write_text(text + "\n")
-    with pytest.raises(PatchesError, match=f"{first.name} is not as listed in .*; rein"):
+    with pytest.raises(PatchesError, match=f"{first.name} is not as listed"):
         load()
     first.unlink()
     with pytest.raises(PatchesError, match=f"{first.name} is missing in .*; reinstall"):
