@@ -197,7 +197,7 @@ def _path_of(python: Path) -> list[Path]:
 
 def unpatched(version: str) -> str:
     """The version of the wheel that a patched one was made of."""
-    return re.split(rf"[+.]{LOCAL_TAG}\\b", version)[0]
+    return re.split(rf"[+.]{LOCAL_TAG}\b", version)[0]
 
 
 def has_local_tag(version: str) -> bool:

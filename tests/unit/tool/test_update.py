@@ -11,9 +11,11 @@ import pytest
 from tests.unit.tool.conftest import WORKER, edit, git, kill, snapshot
 from tests.unit.tool.test_bad_input import refused, run
 from tests.unit.tool.test_transaction import each_step, no_space, work_folder
+from tests.unit.tool.test_wheel import pack, unpack
 from vllm_patches import actions, patch_set, sums, transaction
 from vllm_patches.errors import STATUS, PatchesError
 from vllm_patches.installation import Installation
+from vllm_patches.record import Record
 from vllm_patches.results import Patched
 
 __all__ = ["work_folder"]
@@ -225,8 +227,6 @@ class TestGate:
         assert not (info / "vllm_patches").exists()
 
     def test_wheels_name_is_its_content(self, small: Path, tmp_path: Path) -> None:
-        from tests.unit.tool.test_wheel import pack, unpack
-
         source = pack(small, tmp_path / "in")
         first = actions.build_wheel(source, tmp_path / "1", dry_run=False)
         tree = unpack(Path(first.wheel), tmp_path / "tree")
@@ -242,8 +242,6 @@ class TestGate:
 
     def test_patched_in_its_source(self, small: Path, tmp_path: Path) -> None:
         """A checkout after `export` and `git am`, and a wheel built from it."""
-        from tests.unit.tool.test_wheel import pack
-
         checkout = tmp_path / "checkout"
         shutil.copytree(small, checkout)
         git(checkout, "init", "-q")
@@ -263,7 +261,7 @@ class TestGate:
         names = [f"{WORKER}/logical.py", "vllm/pages/deep/__init__.py"]
         names += [f"{WORKER}/block_table.py", f"{WORKER}/worker_base.py"]
         files = {name: (checkout / name).read_bytes() for name in names}
-        rows = actions_record(record, checkout, files)
+        rows = with_rows(record, checkout, files)
         record.write_bytes(rows)
         assert self.code(checkout) is None
         assert "nothing to apply" in refused("apply", "--target", checkout)
@@ -274,8 +272,6 @@ class TestGate:
         assert self.code(checkout) == "out-of-date"
 
 
-def actions_record(path: Path, root: Path, files: dict[str, bytes]) -> bytes:
+def with_rows(path: Path, root: Path, files: dict[str, bytes]) -> bytes:
     """RECORD with the rows of these files."""
-    from vllm_patches.record import Record
-
     return Record.parse(path.read_bytes(), root).with_files(files).encode()
