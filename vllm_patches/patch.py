@@ -189,5 +189,13 @@ class Files:
         starts = range(len(lines) - len(hunk.new) + 1)
         return any(lines[n : n + len(hunk.new)] == hunk.new for n in starts)
 
+    def read(self, path: str) -> "bytes":
+        """A file's bytes as they are now, none where there is no file."""
+        return "\n".join(self._of(path)).encode()
+
+    def replace(self, path: str, data: "bytes") -> None:
+        """Put other bytes in a file's place."""
+        self._lines[path] = data.decode().split("\n")
+
     def bytes(self) -> dict[str, bytes]:
         return {path: "\n".join(lines).encode() for path, lines in self._lines.items()}

@@ -47,8 +47,13 @@ class PatchSet:
 
     @classmethod
     def nearest(cls, version: str, read: Read | None = None) -> "PatchSet":
-        """The patch set that fits these files best: of the fewest hunks in conflict,
-        then of the release next in number. By number alone without files."""
+        """The patch set that fits these files best."""
+        return cls.by_fit(version, read)[0]
+
+    @classmethod
+    def by_fit(cls, version: str, read: Read | None = None) -> list["PatchSet"]:
+        """All patch sets, first the one with the fewest hunks in conflict with these
+        files, then of the release next in number. By number alone without files."""
 
         def rank(text: str) -> int:
             number = Version(text)
@@ -59,7 +64,7 @@ class PatchSet:
             conflicts = sum(len(outcome.conflicts) for outcome in outcomes)
             return conflicts, abs(rank(patch_set.version) - rank(version))
 
-        return min((cls.of(release) for release in releases.RELEASES), key=distance)
+        return sorted((cls.of(each) for each in releases.RELEASES), key=distance)
 
     @classmethod
     def require(cls, version: str, read: Read, chosen: str | None = None) -> "PatchSet":
