@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
@@ -122,7 +123,14 @@ def enter_tools(module: str, arguments: list[str]) -> None:
         if not marker.exists() or marker.read_text() != project:
             venv.create(env, with_pip=True)
             pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
-            _run([*pip, "install", "-q", "-e", str(ROOT)])
+            _run(
+                [
+                    *pip,
+                    "install",
+                    "-q",
+                    *tomllib.loads(project)["project"]["dependencies"],
+                ]
+            )
             marker.write_text(project)
     os.chdir(ROOT)
     os.execv(python, [str(python), "-m", module, *arguments])
