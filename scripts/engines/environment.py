@@ -10,9 +10,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 import venv
 from pathlib import Path
+
+import tomllib
 
 from vllm_patches import releases
 from vllm_patches.releases import Release
