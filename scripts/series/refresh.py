@@ -58,7 +58,7 @@ def supported(release: str) -> Release:
     near = PatchSet.nearest(release).version
     raise Refused(
         f"vLLM {release} is not supported; the nearest supported release is {near}: "
-        f"`scripts/port {near} {release}` ports its series"
+        f"`scripts/port {release}` ports a series"
     )
 
 
