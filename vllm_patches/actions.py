@@ -182,6 +182,8 @@ def apply(
                 + (way if has.out_of_date else "; `vllm-patches revert` undoes it"),
                 code=code,
             )
+        if has and not PatchSet.find(installation.version):
+            release = release or has.release
         patch_set = PatchSet.require(
             installation.version,
             lambda path: transaction.pristine(installation, path),
@@ -284,7 +286,7 @@ def verify(root: Path | None) -> Verified:
     """Recompute the hash and the size of every file that RECORD lists, in a tree
     without one of every file that `apply` changed."""
     installation = _installed(root)
-    notes = []
+    notes: list[Mismatch] = []
     with transaction.locked(installation, shared=True):
         was = transaction.interrupted(installation)
         if was and was != transaction.LEFTOVER:

@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,12 +127,10 @@ class Installation:
         except (OSError, ValueError, TypeError):
             return None
 
-    def outside(self) -> list[str]:
-        """The files that RECORD lists and that are not below the root, such as
-        scripts. Copies of the root go without them."""
-        assert self.record is not None
-        record = Record.parse(self.record.read_bytes(), self)
-        return [path for path in record.entries if _is_outside(path)]
+    def outside(self) -> list[Mismatch]:
+        """The files that RECORD lists outside the root, such as scripts, and that are
+        not as it says. Copies of the root go without them."""
+        return self._mismatches(_is_outside)
 
     def unlisted(self) -> list[Mismatch]:
         """The Python files below vllm/ that RECORD does not list."""
@@ -146,11 +144,16 @@ class Installation:
         """The files (ending in `suffix`) whose hash or size is not RECORD's. Rows
         without a hash, such as compiled files', and files outside the root are
         skipped."""
+        return self._mismatches(
+            lambda path: path.endswith(suffix) and not _is_outside(path)
+        )
+
+    def _mismatches(self, wanted: Callable[[str], bool]) -> list[Mismatch]:
         assert self.record is not None
         found = []
         record = Record.parse(self.record.read_bytes(), self)
         for path, entry in record.entries.items():
-            if not path.endswith(suffix) or not entry.hash_ or _is_outside(path):
+            if not wanted(path) or not entry.hash_:
                 continue
             try:
                 with (self.root / path).open("rb") as file:

@@ -276,11 +276,11 @@ class Reverted(Undone):
 class Verified(About):
     patched: bool
     mismatches: list[Mismatch]
-    outside: list[str]
-    """Files that RECORD lists outside the root; they are not checked."""
+    outside: list[Mismatch]
+    """Of the files that RECORD lists outside the root; copies go without them."""
 
     def lines(self) -> list[str]:
-        notes = [f"not checked: {path}" for path in self.outside]
+        notes = [f"note: {each.problem}: {each.path}" for each in self.outside]
         if not self.mismatches:
             unpatched = "" if self.patched else " (unpatched)"
             return [f"as recorded{unpatched}: {self.installation}", *notes]

@@ -30,7 +30,7 @@ from tests.unit.tool.conftest import (
 from tests.unit.tool.test_bad_input import refused, run, set_version
 from tests.unit.tool.test_pip import Environment, environment, wheel
 from tests.unit.tool.test_wheel import pack, unpack, update_record
-from vllm_patches import actions
+from vllm_patches import actions, patch_set, sums
 from vllm_patches.errors import STATUS
 
 __all__ = ["environment", "wheel"]
@@ -246,11 +246,14 @@ def test_files_outside_the_root_are_a_note(small: Path) -> None:
     """`--target`, a COPY of site-packages alone, a relocated environment."""
     (record,) = small.glob("*.dist-info/RECORD")
     value = "sha256=47DEQpj8HBSa-_TImW-5JCeuQeRkm5NMpJWZG3hSuFU"
-    record.write_text(f"../../bin/vllm,{value},0\n" + record.read_text())
+    record.write_text(f"../bin/vllm,{value},0\n" + record.read_text())
     assert run("apply", "--target", small).exit_code == 0
     result = run("verify", "--target", small)
     assert result.exit_code == 0
-    assert "not checked: ../../bin/vllm" in result.stdout
+    assert "note: missing: ../bin/vllm" in result.stdout
+    (small.parent / "bin").mkdir()
+    (small.parent / "bin/vllm").write_text("")
+    assert "note" not in run("verify", "--target", small).stdout
     assert run("status", "--check", "--target", small).exit_code == 0
 
 
@@ -352,7 +355,12 @@ def test_a_build_of_ones_own(small: Path) -> None:
         run("status", "--target", small).stdout
     )
     assert run("status", "--check", "--target", small).exit_code == 0
-    assert run("apply", "--update", "--target", small).exit_code == 0
+    logical = patch_set.OVERLAY / WORKER / "logical.py"
+    logical.write_text("CONTRACT_VERSION = 8\n")
+    sums.write(patch_set.OVERLAY)
+    assert run("status", "--check", "--target", small).exit_code == 4
+    assert run("apply", "--update", "--target", small).stdout.startswith("patched: ")
+    assert run("status", "--check", "--target", small).exit_code == 0
     actions.revert(small, dry_run=False)
     edit(path, "\nimport numpy", "\n# fuzz\nimport numpy")
     lines = path.read_text().split("\n")
