@@ -1,9 +1,10 @@
-"""kill -9 at 300 random moments, on a whole release."""
+"""kill -9 at 300 random moments, on a release's files by the project's series."""
 
 import contextlib
 import os
 import random
 import select
+import shutil
 import signal
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import pytest
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, At, Snapshot, child, ended, snapshot
 from tests.unit.tool.test_transaction import apply, revert, state
+from vllm_patches.patch_set import PatchSet
 
 KILLS = 300
 SEED = 14
@@ -35,6 +37,21 @@ def killed(run: Callable[[Path], None], tree: Path, after: float) -> tuple[bool,
     return ended(pid) == -signal.SIGKILL, time.perf_counter() - start
 
 
+def parts(tree: Path) -> Path:
+    """What of the release the series touches, and what is beside it."""
+    source = wheels.unpack_python(RELEASE)
+    patch_set = PatchSet.find(RELEASE)
+    assert patch_set
+    (info,) = source.glob("*.dist-info")
+    folders = {info, *((source / path).parent for path in patch_set.touched)}
+    for folder in sorted(folders):
+        shutil.copytree(folder, tree / folder.relative_to(source), dirs_exist_ok=True)
+    for name in ("vllm/__init__.py", "vllm/_version.py"):
+        shutil.copy2(source / name, tree / name)
+    wheels.trim_record(tree)
+    return tree
+
+
 def whole(tree: Path) -> Snapshot:
     """The tree but for what Python compiled."""
     return {
@@ -45,7 +62,7 @@ def whole(tree: Path) -> Snapshot:
 @pytest.mark.full
 def test_killed_at_300_random_moments(tmp_path: Path) -> None:
     """Every time status tells the truth, and the next run ends where it should."""
-    tree = wheels.copy_tree(RELEASE, tmp_path / "site-packages")
+    tree = parts(tmp_path / "site-packages")
     before = whole(tree)
     longest = killed(apply, tree, 60)[1]
     after = whole(tree)
