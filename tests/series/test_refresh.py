@@ -75,7 +75,7 @@ def test_refresh_notices_other_edits(series: Path) -> None:
     """Patch files that changed meanwhile are taken over, but never lost."""
     refresh.refresh(RELEASE)
     tree = trees.path(RELEASE)
-    last = sorted(series.iterdir())[-1]
+    last = sorted(series.glob("*.patch"))[-1]
     text = last.read_bytes()
     last.unlink()
     (first, *_) = refresh.refresh(RELEASE)
