@@ -1,9 +1,12 @@
 """The command line, `vllm-patches`."""
 
+import contextlib
 import functools
 import inspect
 import json
-from collections.abc import Callable, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,11 +15,18 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_patches import actions
+from vllm_patches import __version__, actions
 from vllm_patches import fingerprint as fingerprints
 from vllm_patches.check import command as checks
-from vllm_patches.errors import PatchesError, UsageError
+from vllm_patches.errors import STATUS, PatchesError, UsageError
 from vllm_patches.results import Compared, Result, Rows
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vllm-logical-blocks {__version__}")
+        raise typer.Exit
+
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -31,13 +41,27 @@ app = typer.Typer(
     ),
 )
 
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Say this tool's version.", callback=_say_version
+        ),
+    ] = False,
+) -> None:
+    """Before every command."""
+
+
 Root = Annotated[
     Path | None,
     typer.Option(
         "--target",
+        "--python",
         metavar="PATH",
-        help="The folder that holds vllm/: a site-packages, an unpacked wheel or a "
-        "checkout.",
+        help="The folder that holds vllm/ (a site-packages, an unpacked wheel or a "
+        "checkout), or the Python that imports it.",
         show_default="the vLLM of this environment",
     ),
 ]
@@ -50,35 +74,70 @@ DryRun = Annotated[
 ]
 
 
+class Ended(BaseException):
+    """A signal asked this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"ended by {signal.Signals(number).name}")
+        self.status = 128 + number
+
+
+@contextlib.contextmanager
+def _ending_tidily() -> Iterator[None]:
+    """Have SIGTERM and SIGHUP undo what is under way, as Ctrl-C does."""
+
+    def end(number: int, frame: object) -> None:
+        raise Ended(number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    old = {n: signal.signal(n, end) for n in numbers} if _in_main_thread() else {}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 def command(
     function: Callable[..., Result], context_settings: dict[str, Any] | None = None
 ) -> Callable[..., Result]:
     """Add a command that prints its function's result, with `--json` for machines.
 
-    What is wrong is one line on stderr, its report's lines and exit status 1."""
+    What is wrong is one line on stderr, its report's lines and an exit status."""
 
     @functools.wraps(function)
     def run(*arguments: Any, as_json: bool, **options: Any) -> None:
         try:
-            result = function(*arguments, **options)
-        except (PatchesError, OSError) as error:
+            with _ending_tidily():
+                result = function(*arguments, **options)
+        except (PatchesError, OSError, Ended) as error:
             details = error.details if isinstance(error, PatchesError) else []
             message = " ".join(str(error).split("\n"))
-            if isinstance(error, OSError):
+            code = error.code if isinstance(error, PatchesError) else "system"
+            if not isinstance(error, PatchesError):
                 message += "; `vllm-patches status` says what state vLLM is in"
             _print_error(message, details)
             if as_json:
-                _print_json({"error": message, "report": details})
-            raise typer.Exit(2 if isinstance(error, UsageError) else 1) from None
+                _print_json({"error": message, "code": code, "report": details})
+            status = error.status if isinstance(error, Ended) else STATUS.get(code, 1)
+            raise typer.Exit(status) from None
         if as_json:
-            wrong = {"error": result.error, "report": []} if result.error else {}
-            _print_json(result.document() | wrong)
+            wrong: dict[str, Any] = {
+                "error": result.error,
+                "code": result.code,
+                "report": [],
+            }
+            _print_json(result.document() | (wrong if result.error else {}))
         else:
             _print_result(result)
         if result.error:
             _print_error(result.error)
         if result.failed:
-            raise typer.Exit(1)
+            raise typer.Exit(STATUS.get(result.code, 1))
 
     own = inspect.signature(function)
     json_option = inspect.Parameter(
@@ -99,15 +158,47 @@ def releases() -> Result:
 
 
 @command
-def status(root: Root = None) -> Result:
+def status(
+    root: Root = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Fail unless it is patched by this version's series and every Python "
+            "file is as recorded. Exit status: 3 unpatched, 4 out of date, 5 "
+            "interrupted, 6 changed, 7 busy, 8 release not supported, 9 no vLLM.",
+        ),
+    ] = False,
+) -> Result:
     """Say which vLLM this is and whether it is patched."""
-    return actions.status(root)
+    return actions.check(root) if check else actions.status(root)
 
 
 @command
-def apply(root: Root = None, dry_run: DryRun = False) -> Result:
+def apply(
+    root: Root = None,
+    dry_run: DryRun = False,
+    if_needed: Annotated[
+        bool, typer.Option("--if-needed", help="Patched already is no error.")
+    ] = False,
+    update: Annotated[
+        bool,
+        typer.Option(
+            "--update",
+            help="Patched by another version: go over to this one's patches.",
+        ),
+    ] = False,
+    release: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="For a build that has no series: the release whose series to apply, "
+            "if every hunk of it fits (at other lines, but unchanged).",
+        ),
+    ] = None,
+) -> Result:
     """Patch vLLM. Every file must be as its release shipped it."""
-    return actions.apply(root, dry_run)
+    return actions.apply(root, dry_run, if_needed, update, release)
 
 
 @command
@@ -123,6 +214,12 @@ def verify(root: Root = None) -> Result:
 
 
 @command
+def diff(root: Root = None) -> Result:
+    """Show what `apply` changed, as a patch."""
+    return actions.diff(root)
+
+
+@command
 def wheel(
     source: Annotated[
         Path, typer.Argument(metavar="IN.whl", help="A pristine vLLM wheel.")
@@ -135,8 +232,8 @@ def wheel(
 ) -> Result:
     """Build a patched wheel from a pristine one (CUDA, ROCm or CPU).
 
-    Its version gets a local tag, 0.32.0+logical.2. The same wheel gives the same
-    bytes."""
+    Its version gets a local tag, 0.32.0+logical.3.d0123abcd, that names its patches.
+    The same wheel gives the same bytes. Beside it: a checksum file."""
     return actions.build_wheel(source, folder, dry_run)
 
 
@@ -154,10 +251,16 @@ def export(
             show_default="the target's",
         ),
     ] = None,
+    signoff: Annotated[
+        str | None,
+        typer.Option(
+            metavar='"NAME <EMAIL>"', help="Add a Signed-off-by line to each patch."
+        ),
+    ] = None,
     dry_run: DryRun = False,
 ) -> Result:
     """Write the patches as files that `git am` takes, for a checkout of vLLM."""
-    return actions.export(folder, root, release, dry_run)
+    return actions.export(folder, root, release, dry_run, signoff)
 
 
 @command

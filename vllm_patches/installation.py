@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +18,8 @@ OWNED = "vllm/__init__.py"
 """Whose RECORD lists this file owns the package, whatever its name."""
 LOCAL_TAG = "logical"
 """Part of the local version of a wheel that this tool patched."""
+WHEEL_PATCHES = "vllm_patches.json"
+"""The file in such a wheel's dist-info that says how."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Mismatch:
 
     path: str
     problem: str
-    """"missing" or "changed"."""
+    """"missing", "changed" or "not listed"."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +45,15 @@ class Installation:
 
     @classmethod
     def find(cls, root: Path | None = None) -> "Installation":
-        """The vLLM in `root` (a site-packages, an unpacked tree or a checkout), by
-        default the one that this environment imports. Raises PatchesError if there is
-        none."""
-        folders = [root] if root else [Path(entry) for entry in sys.path if entry]
+        """The vLLM in `root` (a site-packages, an unpacked tree or a checkout; or a
+        Python, for the vLLM that it imports), by default the one that this environment
+        imports. Raises PatchesError if there is none."""
+        if root and root.is_file():
+            return cls._among(root, _path_of(root))
+        return cls._among(root, [root] if root else _folders(sys.path))
+
+    @classmethod
+    def _among(cls, root: Path | None, folders: list[Path]) -> "Installation":
         for folder in folders:
             if owners := [info for info in _dist_infos(folder) if _owns(info)]:
                 if len(owners) > 1:
@@ -60,18 +67,27 @@ class Installation:
             for info in _dist_infos(folder):
                 if _editable(info):
                     return cls._of(folder, info, editable=True)
-        if root is None:
+        if root is None or root.is_file():
             raise PatchesError(
-                "no vLLM is installed in this environment; install it, or give the "
-                "folder that holds vllm/ with --target"
+                f"no vLLM is installed in {root or 'this environment'}; install it, or "
+                "give the folder that holds vllm/ with --target",
+                code="not-found",
             )
         if not (root / OWNED).is_file():
-            raise PatchesError(f"no vllm/ in {root}; give the folder that holds vllm/")
+            raise PatchesError(
+                f"no vllm/ in {root}; give the folder that holds vllm/",
+                code="not-found",
+            )
         return cls(root.resolve(), "vllm", _tree_version(root))
 
     @classmethod
     def _of(cls, folder: Path, info: Path, editable: bool = False) -> "Installation":
         metadata = importlib.metadata.Distribution.at(info).metadata
+        if metadata is None or "Version" not in metadata or "Name" not in metadata:
+            raise PatchesError(
+                f"{info} has no METADATA; remove it, it is what an uninstall left",
+                code="not-found",
+            )
         name, version = metadata["Name"], metadata["Version"]
         root = folder.resolve()
         return cls(root, name, version, root / info.name, editable)
@@ -101,14 +117,43 @@ class Installation:
         """A file's bytes, by its path relative to the root."""
         return (self.root / path).read_bytes()
 
+    @property
+    def wheel_patches(self) -> "WheelPatches | None":
+        """What a patched wheel says of itself; None from an earlier tool's."""
+        assert self.dist_info
+        try:
+            data = (self.dist_info / WHEEL_PATCHES).read_bytes()
+            return WheelPatches(**json.loads(data))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def outside(self) -> list[Mismatch]:
+        """The files that RECORD lists outside the root, such as scripts, and that are
+        not as it says. Copies of the root go without them."""
+        return self._mismatches(_is_outside)
+
+    def unlisted(self) -> list[Mismatch]:
+        """The Python files below vllm/ that RECORD does not list."""
+        assert self.record is not None
+        listed = Record.parse(self.record.read_bytes(), self).entries
+        files = sorted((self.root / "vllm").rglob("*.py"))
+        paths = (path.relative_to(self.root).as_posix() for path in files)
+        return [Mismatch(path, "not listed") for path in paths if path not in listed]
+
     def mismatches(self, suffix: str = "") -> list[Mismatch]:
         """The files (ending in `suffix`) whose hash or size is not RECORD's. Rows
-        without a hash, such as compiled files', are skipped."""
+        without a hash, such as compiled files', and files outside the root are
+        skipped."""
+        return self._mismatches(
+            lambda path: path.endswith(suffix) and not _is_outside(path)
+        )
+
+    def _mismatches(self, wanted: Callable[[str], bool]) -> list[Mismatch]:
         assert self.record is not None
         found = []
         record = Record.parse(self.record.read_bytes(), self)
         for path, entry in record.entries.items():
-            if not path.endswith(suffix) or not entry.hash_:
+            if not wanted(path) or not entry.hash_:
                 continue
             try:
                 with (self.root / path).open("rb") as file:
@@ -117,6 +162,45 @@ class Installation:
             except (FileNotFoundError, NotADirectoryError):
                 found.append(Mismatch(path, "missing"))
         return found
+
+
+@dataclass(frozen=True)
+class WheelPatches:
+    """What a patched wheel's dist-info says of its patches, and a journal too."""
+
+    tool: str
+    """This project's version."""
+    release: str
+    patches: list[str]
+    contract: int | None
+    digest: str
+    """The patch set's."""
+
+
+def _is_outside(path: str) -> bool:
+    return path.startswith(("/", "../"))
+
+
+def _folders(path: list[str]) -> list[Path]:
+    return [Path(entry) for entry in path if entry]
+
+
+def _path_of(python: Path) -> list[Path]:
+    """Where a Python imports from. Raises PatchesError if it is none."""
+    command = [str(python), "-c", "import json, sys; print(json.dumps(sys.path[1:]))"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+        return _folders(json.loads(done.stdout))
+    except (OSError, ValueError):
+        raise PatchesError(
+            f"{python} is no Python that runs here; give an interpreter",
+            code="not-found",
+        ) from None
+
+
+def unpatched(version: str) -> str:
+    """The version of the wheel that a patched one was made of."""
+    return re.split(rf"[+.]{LOCAL_TAG}\b", version)[0]
 
 
 def has_local_tag(version: str) -> bool:
@@ -137,7 +221,7 @@ def _editable(info: Path) -> bool:
     try:
         url = json.loads((info / "direct_url.json").read_text(encoding="utf-8"))
         top = (info / "top_level.txt").read_text(encoding="utf-8").split()
-    except OSError:
+    except (OSError, ValueError):
         return False
     return bool(url.get("dir_info", {}).get("editable")) and "vllm" in top
 

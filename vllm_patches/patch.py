@@ -77,6 +77,18 @@ class Patch:
         return files
 
 
+def signed_off(text: str, who: str) -> str:
+    """A patch's text with a Signed-off-by line at the end of its message."""
+    for end in ("\n---\n", "\ndiff --git "):
+        message, found, rest = text.partition(end)
+        if found:
+            break
+    message = message.rstrip("\n")
+    headers, _, body = message.partition("\n\n")
+    gap = "\n" if body else "\n\n"
+    return f"{message}{gap}Signed-off-by: {who}\n{found}{rest}"
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a patch fares on files that it was not made for."""
@@ -141,6 +153,21 @@ class Files:
                 grown += offset + len(hunk.new) - len(hunk.old)
         return results
 
+    def unpatch(self, patch: Patch) -> bool:
+        """Take one patch out again. Says whether its every change was there."""
+        for path, hunks in patch.hunks.items():
+            lines = self._of(path)
+            end = len(lines)
+            for hunk in reversed(hunks):
+                new, size = hunk.new, len(hunk.new)
+                starts = range(end - size, -1, -1)
+                start = next((n for n in starts if lines[n : n + size] == new), None)
+                if start is None:
+                    return False
+                lines[start : start + size] = hunk.old
+                end = start
+        return True
+
     def port(self, patch: Patch) -> Outcome:
         """Apply one patch, or leave the lines as they are."""
         before = {path: list(lines) for path, lines in self._lines.items()}
@@ -161,6 +188,14 @@ class Files:
         lines = self._of(hunk.path)
         starts = range(len(lines) - len(hunk.new) + 1)
         return any(lines[n : n + len(hunk.new)] == hunk.new for n in starts)
+
+    def read(self, path: str) -> "bytes":
+        """A file's bytes as they are now, none where there is no file."""
+        return "\n".join(self._of(path)).encode()
+
+    def replace(self, path: str, data: "bytes") -> None:
+        """Put other bytes in a file's place."""
+        self._lines[path] = data.decode().split("\n")
 
     def bytes(self) -> dict[str, bytes]:
         return {path: "\n".join(lines).encode() for path, lines in self._lines.items()}

@@ -1,5 +1,6 @@
 """What is done to a release: its series of patches and the overlay."""
 
+import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from vllm_patches import releases
+from vllm_patches import releases, sums
 from vllm_patches.errors import PatchesError
 from vllm_patches.patch import Files, Outcome, Patch, Read
 from vllm_patches.releases import Release
@@ -29,20 +30,13 @@ class PatchSet:
     @classmethod
     def of(cls, release: Release) -> "PatchSet":
         """Read a release's series and the overlay."""
-        patches = [
-            Patch(path.name, path.read_bytes().decode())
-            for path in sorted(release.series.glob("*.patch"))
-        ]
+        series = sums.read(release.series)
+        patches = [Patch(name, data.decode()) for name, data in series.items()]
         if not patches:
             raise PatchesError(
                 f"no patches in {release.series}; reinstall vllm-logical-blocks"
             )
-        files = {
-            path.relative_to(OVERLAY).as_posix(): path.read_bytes()
-            for path in sorted(OVERLAY.rglob("*"))
-            if path.is_file() and path.suffix != ".pyc"
-        }
-        return cls(release.version, patches, files)
+        return cls(release.version, patches, sums.read(OVERLAY))
 
     @classmethod
     def find(cls, version: str) -> "PatchSet | None":
@@ -52,31 +46,59 @@ class PatchSet:
         return cls.of(release) if release else None
 
     @classmethod
-    def nearest(cls, version: str) -> "PatchSet":
-        """The patch set of the supported release nearest to a version."""
+    def nearest(cls, version: str, read: Read | None = None) -> "PatchSet":
+        """The patch set that fits these files best."""
+        return cls.by_fit(version, read)[0]
+
+    @classmethod
+    def by_fit(cls, version: str, read: Read | None = None) -> list["PatchSet"]:
+        """All patch sets, first the one with the fewest hunks in conflict with these
+        files, then of the release next in number. By number alone without files."""
 
         def rank(text: str) -> int:
             number = Version(text)
             return 1_000_000 * number.major + 1_000 * number.minor + number.micro
 
-        def distance(release: Release) -> int:
-            return abs(rank(release.version) - rank(version))
+        def distance(patch_set: "PatchSet") -> tuple[int, int]:
+            outcomes = patch_set.port(read) if read else []
+            conflicts = sum(len(outcome.conflicts) for outcome in outcomes)
+            return conflicts, abs(rank(patch_set.version) - rank(version))
 
-        return cls.of(min(releases.RELEASES, key=distance))
+        return sorted((cls.of(each) for each in releases.RELEASES), key=distance)
 
     @classmethod
-    def require(cls, version: str, read: Read) -> "PatchSet":
-        """The patch set for a vLLM version. Raises PatchesError on an unsupported one,
-        with a report of how far the nearest release's series applies."""
-        if patch_set := cls.find(version):
+    def require(cls, version: str, read: Read, chosen: str | None = None) -> "PatchSet":
+        """The patch set for a vLLM version, or for the release chosen in its place.
+        Raises PatchesError on an unsupported one, with a report of how far the series
+        applies that fits best."""
+        if patch_set := cls.find(chosen or version):
             return patch_set
-        near = cls.nearest(version)
+        if chosen:
+            raise unsupported(chosen)
+        near = cls.nearest(version, read)
+        outcomes = near.port(read)
+        fits = not any(outcome.conflicts for outcome in outcomes)
         raise PatchesError(
             f"vLLM {version} is not supported; the nearest supported release is "
-            f"{near.version}: install that, or `export --release {near.version}` its "
-            "patches and port them",
-            near.report(read),
+            f"{near.version}: "
+            + (
+                f"its series fits, `--release {near.version}` applies it"
+                if fits
+                else f"install that, or `export --release {near.version}` its patches "
+                "and port them"
+            ),
+            [str(outcome) for outcome in outcomes],
+            code="unsupported",
         )
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of all that it does, in hex."""
+        sha256 = hashlib.sha256(self.version.encode())
+        named = [(patch.name, patch.text.encode()) for patch in self.patches]
+        for name, data in [*named, *self.overlay.items()]:
+            sha256.update(f"\n{name} {len(data)}\n".encode() + data)
+        return sha256.hexdigest()
 
     @property
     def contract(self) -> int | None:
@@ -88,19 +110,30 @@ class PatchSet:
         """The files that the series modifies."""
         return list(dict.fromkeys(path for p in self.patches for path in p.hunks))
 
-    def apply(self, read: Read) -> dict[str, bytes]:
-        """The modified files' new bytes. Every hunk must match at its very line;
-        raises PatchesError on the first that does not."""
+    def apply(self, read: Read, search: bool = False) -> dict[str, bytes]:
+        """The modified files' new bytes. Every hunk must match at its very line, or
+        with `search` at the nearest; raises PatchesError on the first that does not."""
         files = Files(read)
         for patch in self.patches:
             for path, hunks in patch.hunks.items():
-                for hunk, offset in files.patch(path, hunks, search=False):
+                for hunk, offset in files.patch(path, hunks, search):
                     if offset is None:
                         raise PatchesError(
                             f"{patch.name} does not apply: {hunk.where} does not "
-                            f"match; is this vLLM {self.version} as released?"
+                            f"match; is this vLLM {self.version} as released?",
+                            code="changed",
                         )
         return files.bytes()
+
+    def is_in(self, read: Read) -> bool:
+        """Whether files have the overlay and every change of the series."""
+        try:
+            if any(read(path) != data for path, data in self.overlay.items()):
+                return False
+        except (OSError, KeyError):
+            return False
+        files = Files(read)
+        return all(files.unpatch(patch) for patch in reversed(self.patches))
 
     def port(self, read: Read) -> list["Outcome"]:
         """How each patch fares on files that it was not made for. Hunks are searched
@@ -132,6 +165,15 @@ class PatchSet:
             lines += ["--- /dev/null", f"+++ b/{path}", f"@@ -0,0 +1,{len(added)} @@"]
             lines += ["+" + line for line in added]
         return "\n".join(lines) + "\n"
+
+
+def unsupported(version: str) -> PatchesError:
+    """The error for a release that was asked for by name."""
+    versions = ", ".join(each.version for each in releases.RELEASES)
+    return PatchesError(
+        f"vLLM {version} is not supported; choose with --release: {versions}",
+        code="unsupported",
+    )
 
 
 def contract_version(files: Iterable[bytes]) -> int | None:

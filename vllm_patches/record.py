@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
 
-from installer.records import Hash, InvalidRecordEntry, RecordEntry, parse_record_file
+from installer.records import Hash, InvalidRecordEntry, RecordEntry
 
 from vllm_patches.errors import PatchesError
 
@@ -28,13 +28,16 @@ class Record:
 
     @classmethod
     def parse(cls, data: bytes, where: object) -> "Record":
-        """Read a RECORD's bytes. Raises PatchesError, saying where it is, on rows that
-        are none."""
+        """Read a RECORD's bytes; hash and size may be left out, as pip takes it.
+        Raises PatchesError, saying where it is, on rows that are none."""
         try:
+            entries = {}
             text = io.StringIO(data.decode(), newline="")
-            rows = parse_record_file(line for line in text if line.strip())
-            entries = {row[0]: RecordEntry.from_elements(*row) for row in rows}
-        except (InvalidRecordEntry, UnicodeDecodeError, csv.Error) as error:
+            for row in csv.reader(line for line in text if line.strip()):
+                path, hash_, size = (*row, "", "")[: max(3, len(row))]
+                path = path.replace("\\", "/")
+                entries[path] = RecordEntry.from_elements(path, hash_, size)
+        except (InvalidRecordEntry, ValueError, csv.Error) as error:
             raise PatchesError(
                 f"RECORD of {where} is damaged ({error}); get that release anew"
             ) from None

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from vllm_patches.installation import Installation, Mismatch
+from vllm_patches.releases import public
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,11 @@ class Result:
     def error(self) -> str | None:
         """What is wrong and the way out, in one line."""
         return None
+
+    @property
+    def code(self) -> str:
+        """The kind of what is wrong, in a word; gives the exit status."""
+        return "refused"
 
 
 @dataclass(frozen=True)
@@ -126,7 +132,7 @@ class Status(About, Rows):
 @dataclass(frozen=True)
 class Interrupted(Status):
     interrupted: str
-    """What died half way, "apply" or "revert"."""
+    """What died half way, "apply", "update" or "revert"."""
 
     def told(self) -> str:
         return (
@@ -136,35 +142,85 @@ class Interrupted(Status):
 
 
 @dataclass(frozen=True)
+class Leftover(Status):
+    def told(self) -> str:
+        return (
+            "unpatched; a build that is gone left its patches' state, which the next "
+            "apply or revert clears"
+        )
+
+
+@dataclass(frozen=True)
 class Patched(Status):
+    by: str
+    """How the patches came: "apply", "wheel" or "source" (a patched checkout)."""
     release: str
     patches: list[str]
     contract: int | None
+    tool: str | None
+    """The version of this project that they are of, None if unknown."""
+    digest: str | None
+    """Theirs, as of `PatchSet.digest`; None if unknown."""
+    out_of_date: bool
+    """Whether this version of the project has others for the release."""
+
+    def told(self) -> str:
+        words = {"wheel": " (from a patched wheel)", "source": " (in its source)"}
+        origin = words.get(self.by, "")
+        if not self.out_of_date:
+            return f"patched{origin}"
+        way = {"apply": "`vllm-patches apply --update` brings it up"}.get(
+            self.by, "install a newer one"
+        )
+        return f"patched{origin}, out of date: {way}"
 
     def rows(self) -> list[tuple[str, ...]]:
+        chosen = self.release != public(self.installation.version)
         return [
             *super().rows(),
-            ("series", f"v{self.release}"),
+            ("series", f"v{self.release}" + " (chosen with --release)" * chosen),
             *(("patch", name) for name in self.patches),
-            *_contract(self.contract),
+            *([] if self.contract is None else [("contract", str(self.contract))]),
+            ("digest", (self.digest or "unknown")[:16]),
+            ("by", f"vllm-logical-blocks {self.tool or 'of unknown version'}"),
         ]
 
 
 @dataclass(frozen=True)
-class PatchedByWheel(Status):
-    by: str
-    """"wheel"."""
-    contract: int | None
+class Checked(Result):
+    """Whether an installation is patched as it should be."""
 
-    def told(self) -> str:
-        return "patched (from a patched wheel)"
+    status: Status
+    mismatches: list[Mismatch]
 
-    def rows(self) -> list[tuple[str, ...]]:
-        return [*super().rows(), *_contract(self.contract)]
+    def document(self) -> dict[str, Any]:
+        mismatches = [asdict(each) for each in self.mismatches]
+        return self.status.document() | {"mismatches": mismatches}
 
+    def lines(self) -> list[str]:
+        wrong = [f"{each.problem}: {each.path}" for each in self.mismatches]
+        return [*self.status.lines(), *wrong]
 
-def _contract(contract: int | None) -> list[tuple[str, ...]]:
-    return [] if contract is None else [("contract", str(contract))]
+    @property
+    def code(self) -> str:
+        status = self.status
+        if status.state == "patched":
+            assert isinstance(status, Patched)
+            return "out-of-date" if status.out_of_date else "changed"
+        if status.state == "unpatched" and not status.supported:
+            return "unsupported"
+        return status.state
+
+    @property
+    def error(self) -> str | None:
+        status = self.status
+        good = isinstance(status, Patched) and not status.out_of_date
+        if good and not self.mismatches:
+            return None
+        what = status.told()
+        if good:
+            what = f"{len(self.mismatches)} files are not as recorded"
+        return f"{status.installation}: {what}"
 
 
 @dataclass(frozen=True)
@@ -172,14 +228,26 @@ class Undone(About):
     """A result of a command that undoes first what died half way."""
 
     undone: str | None
-    """What that was, "apply" or "revert"."""
+    """What that was, "apply", "update", "revert", or "leftover": of another build."""
     dry_run: bool
 
     def lines(self) -> list[str]:
         if not self.undone:
             return []
         verb = "would be undone" if self.dry_run else "undone"
+        if self.undone == "leftover":
+            return [f"{verb}: the patches' state of a build that is gone"]
         return [f"{verb}: an {self.undone} that died half way"]
+
+
+@dataclass(frozen=True)
+class Kept(Undone):
+    """Nothing was to do."""
+
+    release: str
+
+    def lines(self) -> list[str]:
+        return [*super().lines(), f"patched already: {self.installation}"]
 
 
 @dataclass(frozen=True)
@@ -212,11 +280,19 @@ class Reverted(Undone):
 class Verified(About):
     patched: bool
     mismatches: list[Mismatch]
+    outside: list[Mismatch]
+    """Of the files that RECORD lists outside the root; copies go without them."""
 
     def lines(self) -> list[str]:
+        notes = [f"note: {each.problem}: {each.path}" for each in self.outside]
         if not self.mismatches:
-            return [f"as recorded: {self.installation}"]
-        return [f"{each.problem}: {each.path}" for each in self.mismatches]
+            unpatched = "" if self.patched else " (unpatched)"
+            return [f"as recorded{unpatched}: {self.installation}", *notes]
+        return [f"{each.problem}: {each.path}" for each in self.mismatches] + notes
+
+    @property
+    def code(self) -> str:
+        return "changed"
 
     @property
     def error(self) -> str | None:
@@ -226,6 +302,16 @@ class Verified(About):
             f"{len(self.mismatches)} files of {self.installation} are not as recorded; "
             "undo that or reinstall it"
         )
+
+
+@dataclass(frozen=True)
+class Differences(About):
+    """What the patches change."""
+
+    patch: str
+
+    def lines(self) -> list[str]:
+        return self.patch.splitlines()
 
 
 @dataclass(frozen=True)
@@ -242,7 +328,11 @@ class Built(Result):
     def lines(self) -> list[str]:
         if self.dry_run:
             return [f"can be built: {self.wheel}"]
-        return [f"built: {self.wheel}", f"sha256: {self.sha256}"]
+        return [
+            f"built: {self.wheel}",
+            f"sha256: {self.sha256}",
+            f"checksum file: {self.wheel}.sha256",
+        ]
 
 
 @dataclass(frozen=True)

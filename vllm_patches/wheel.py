@@ -2,13 +2,16 @@
 
 import contextlib
 import copy
+import errno
+import hashlib
+import json
 import os
 import re
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from email.parser import BytesHeaderParser
 from pathlib import Path
 from typing import IO, BinaryIO, cast
@@ -16,14 +19,35 @@ from typing import IO, BinaryIO, cast
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 from packaging.version import Version
 
+from vllm_patches import __version__
 from vllm_patches.errors import PatchesError
-from vllm_patches.installation import LOCAL_TAG, OWNED, has_local_tag
+from vllm_patches.installation import (
+    LOCAL_TAG,
+    OWNED,
+    WHEEL_PATCHES,
+    WheelPatches,
+    has_local_tag,
+)
 from vllm_patches.patch_set import PatchSet
 from vllm_patches.record import CHUNK, Record, stream_sha256
 
-REVISION = 2
-"""Last part of the local version. Raise it when a series or the overlay changes after
-its wheels were given out."""
+REVISION = 3
+"""Orders the wheels of one vLLM release: raise it when a series or the overlay changes
+after wheels were given out. What tells their bytes apart is the digest behind it."""
+NOTICE = """\
+This wheel of {name} {version} was changed by vllm-logical-blocks {tool}.
+
+vLLM is the work of the vLLM contributors, under the Apache License 2.0; so are these
+changes. They are those of release {release} in the series of vllm-logical-blocks, with
+digest {digest}.
+
+Modified files:
+{modified}
+
+New files:
+{new}
+"""
+"""In the dist-info of a patched wheel, as section 4(b) of the license asks for."""
 MODE = 0o100644 << 16
 """A new file's attributes in the archive."""
 BROKEN = (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, UnicodeError)
@@ -69,6 +93,14 @@ def plan(source: Path, folder: Path) -> Plan:
         if OWNED not in record.entries:
             raise PatchesError(f"{source} is no vLLM wheel: no RECORD lists {OWNED}")
         old = infos[0].removesuffix(".dist-info/RECORD")
+        unsigned = {f"{old}.dist-info/RECORD.{kind}" for kind in ("jws", "p7s")}
+        files = {name for name in names if not name.endswith("/")}
+        if extra := sorted(files - record.entries.keys() - unsigned):
+            raise PatchesError(
+                f"{source} has {extra[0]}, which its RECORD does not list; download it "
+                "again",
+                code="changed",
+            )
         metadata = archive.read(f"{old}.dist-info/METADATA")
         version = BytesHeaderParser().parsebytes(metadata)["Version"]
         if has_local_tag(version):
@@ -82,20 +114,51 @@ def plan(source: Path, folder: Path) -> Plan:
         for path in patch_set.touched:
             if path in names:
                 _check(source, archive, path, record)
-        files = patch_set.apply(archive.read) | patch_set.overlay
+        made = patch_set.apply(archive.read)
 
-    tag = f"{LOCAL_TAG}.{REVISION}"
+    said = WheelPatches(
+        tool=__version__,
+        release=patch_set.version,
+        patches=[patch.name for patch in patch_set.patches],
+        contract=patch_set.contract,
+        digest=patch_set.digest,
+    )
+    about = (json.dumps(asdict(said), indent=1) + "\n").encode()
+    tag = f"{LOCAL_TAG}.{REVISION}.d{hashlib.sha256(about).hexdigest()[:8]}"
     patched = f"{version}.{tag}" if Version(version).local else f"{version}+{tag}"
     name = old.split("-")[0]
     new = f"{name}-{patched}"
-    files[f"{new}.dist-info/METADATA"] = re.sub(
+    changed = made | patch_set.overlay
+    changed[f"{new}.dist-info/{WHEEL_PATCHES}"] = about
+    changed[f"{new}.dist-info/NOTICE.vllm-logical-blocks"] = NOTICE.format(
+        name=name,
+        version=version,
+        modified="\n".join(made),
+        new="\n".join(patch_set.overlay),
+        **asdict(said),
+    ).encode()
+    changed[f"{new}.dist-info/METADATA"] = re.sub(
         rb"(?m)^Version: .*$", f"Version: {patched}".encode(), metadata, count=1
     )
     tags = source.name.split("-", 2)[2]
-    listed = record.renamed(lambda path: _renamed(path, old, new)).with_files(files)
-    files[f"{new}.dist-info/RECORD"] = listed.encode()
+    listed = record.renamed(lambda path: _renamed(path, old, new)).with_files(changed)
+    changed[f"{new}.dist-info/RECORD"] = listed.encode()
     wheel = folder / f"{new}-{tags}"
-    return Plan(source, wheel, patched, patch_set.version, old, new, files, record)
+    return Plan(source, wheel, patched, patch_set.version, old, new, changed, record)
+
+
+def check(plan: Plan) -> None:
+    """What `build` checks: raises PatchesError on a source whose files are not as its
+    RECORD says, or a place that cannot be written to."""
+    folder = plan.wheel.parent
+    while not folder.exists():
+        folder = folder.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+        raise PatchesError(f"{folder} is no folder that you can write to; give another")
+    with _opened(plan.source) as archive:
+        for entry in archive.infolist():
+            if plan.rename(entry.filename) not in plan.changed:
+                _check(plan.source, archive, entry.filename, plan.record)
 
 
 def build(plan: Plan) -> str:
@@ -103,8 +166,7 @@ def build(plan: Plan) -> str:
     they are compressed. Gives the wheel's SHA-256; raises PatchesError, nothing
     written, on a source whose files are not as its RECORD says."""
     plan.wheel.parent.mkdir(parents=True, exist_ok=True)
-    part = plan.wheel.with_suffix(f".{os.getpid()}.part")
-    try:
+    with _written_at_once(plan.wheel) as part:
         with (
             _opened(plan.source) as archive,
             plan.source.open("rb") as raw,
@@ -121,12 +183,35 @@ def build(plan: Plan) -> str:
                 _add(patched, path, date, MODE, plan.changed[path])
             for entry in metadata:
                 _write(plan, archive, raw, patched, entry)
-        with part.open("rb") as file:
-            sha256 = stream_sha256(file)
-        os.replace(part, plan.wheel)
+        part.seek(0)
+        sha256 = stream_sha256(part).hex()
+    with _written_at_once(Path(f"{plan.wheel}.sha256")) as sums:
+        sums.write(f"{sha256}  {plan.wheel.name}\n".encode())
+    return sha256
+
+
+@contextlib.contextmanager
+def _written_at_once(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there when it is whole, and whose parts go with the process, even
+    if that is killed: it has no name until then, where the file system has such."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        handle = os.open(path.parent, os.O_RDWR | os.O_TMPFILE, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ENOTSUP, errno.EISDIR, errno.EINVAL):
+            raise
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        with os.fdopen(handle, "w+b") as file:
+            yield cast(BinaryIO, file)
+            file.flush()
+            os.fsync(file.fileno())
+            if not part.exists():
+                # With a folder's handle it follows the link.
+                os.link(f"/proc/self/fd/{handle}", part, src_dir_fd=handle)
+            os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
-    return sha256.hex()
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ Standard library only: it runs before anything is installed.
 
 import argparse
 import fcntl
-import hashlib
 import json
 import os
 import shutil
@@ -13,6 +12,8 @@ import subprocess
 import sys
 import venv
 from pathlib import Path
+
+import tomllib
 
 from vllm_patches import releases
 from vllm_patches.releases import Release
@@ -72,7 +73,7 @@ def ensure(release: Release) -> Path:
         if not marker.exists() or marker.read_text() != project:
             _run([*pip, "install", "-q", "-e", f"{ROOT}[test,lint]"])
             marker.write_text(project)
-        _patch(env)
+        _run([str(env / "bin" / "vllm-patches"), "apply", "--update"])
     return python
 
 
@@ -92,22 +93,6 @@ def _requirements(release: Release) -> tuple[str, str]:
     )
 
 
-def _patch(env: Path) -> None:
-    """Apply the series, anew if it changed since."""
-    digest = hashlib.sha256()
-    patches = ROOT / "vllm_patches"
-    for file in sorted([*patches.glob("overlay/**/*.py"), *patches.glob("series/*/*")]):
-        digest.update(file.read_bytes())
-    marker = env / "patched"
-    if marker.exists() and marker.read_text() == digest.hexdigest():
-        return
-    tool = str(env / "bin" / "vllm-patches")
-    if json.loads(_run([tool, "status", "--json"]))["state"] == "patched":
-        _run([tool, "revert"])
-    _run([tool, "apply"])
-    marker.write_text(digest.hexdigest())
-
-
 def enter(module: str, arguments: list[str]) -> None:
     """Replace this process by ``python -m module`` in a release's environment.
 
@@ -124,6 +109,32 @@ def enter(module: str, arguments: list[str]) -> None:
     python = ensure(release)
     os.chdir(ROOT)
     os.execv(python, [str(python), "-m", module, *rest])
+
+
+def enter_tools(module: str, arguments: list[str]) -> None:
+    """Replace this process by ``python -m module`` where no vLLM is: in an environment
+    of this project's own requirements, made in seconds."""
+    env = ROOT / ".venv" / "tools"
+    env.parent.mkdir(exist_ok=True)
+    python = env / "bin" / "python"
+    project = (ROOT / "pyproject.toml").read_text()
+    with (env.parent / "tools.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        marker = env / "project.toml"
+        if not marker.exists() or marker.read_text() != project:
+            venv.create(env, with_pip=True)
+            pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+            _run(
+                [
+                    *pip,
+                    "install",
+                    "-q",
+                    *tomllib.loads(project)["project"]["dependencies"],
+                ]
+            )
+            marker.write_text(project)
+    os.chdir(ROOT)
+    os.execv(python, [str(python), "-m", module, *arguments])
 
 
 def _run(command: list[str]) -> str:

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 
 from scripts.series import trees
-from vllm_patches import releases
-from vllm_patches.patch_set import PatchSet
+from vllm_patches import releases, sums
+from vllm_patches.patch_set import OVERLAY, PatchSet
 from vllm_patches.releases import Release
 
 
@@ -58,7 +58,7 @@ def supported(release: str) -> Release:
     near = PatchSet.nearest(release).version
     raise Refused(
         f"vLLM {release} is not supported; the nearest supported release is {near}: "
-        f"`scripts/port {near} {release}` ports its series"
+        f"`scripts/port {release}` ports a series"
     )
 
 
@@ -79,20 +79,34 @@ def write(folder: Path, patches: dict[str, bytes]) -> list[str]:
         elif patches[name] != old.get(name):
             (folder / name).write_bytes(patches[name])
             changes.append(f"wrote {name}")
+    sums.write(folder)
     return changes
 
 
+def list_overlay() -> str:
+    """Write the overlay's list anew; says whether it changed."""
+    return f"{OVERLAY / sums.NAME}: " + (
+        "written" if sums.write(OVERLAY) else "current"
+    )
+
+
 def main(
-    release: Annotated[str, typer.Argument(help="vLLM release, as in 0.32.0.")],
+    release: Annotated[
+        str | None,
+        typer.Argument(
+            help="vLLM release, as in 0.32.0; left out, only the overlay is listed."
+        ),
+    ] = None,
 ) -> None:
     """Edit a release's patches as commits: make its tree, or write the tree back.
 
     The first call makes a git repository of the pristine release below .cache/checkouts
     with the series applied. Edit and commit there. The next call writes the commits
-    back as patch files; without an edit it changes nothing.
+    back as patch files; without an edit it changes nothing. Either lists the overlay's
+    files and hashes anew (SHA256SUMS), by which the tool reads them.
     """
     try:
-        lines = refresh(release)
+        lines = [list_overlay(), *(refresh(release) if release else [])]
     except (Refused, trees.GitFailed) as e:
         Console(stderr=True).print(f"error: {e}", style="red", soft_wrap=True)
         raise typer.Exit(1) from None

@@ -16,6 +16,8 @@ AUTHOR = "vllm-logical-blocks maintainers"
 EMAIL = "maintainers@vllm-logical-blocks.invalid"
 PRISTINE = "refs/tags/pristine"
 """The release as published, the commit below the series."""
+AM = ("am", "--quiet", "--keep-non-patch", "--keep-cr")
+"""How mails become commits."""
 WRITTEN = "refs/written"
 """The commits that the patch files hold."""
 
@@ -51,8 +53,28 @@ def git(tree: Path, *arguments: str, stdin: bytes | None = None) -> str:
     return done.stdout.decode()
 
 
-def make(release: str, patches: Iterable[bytes] = (), tree: Path | None = None) -> Path:
+def init(tree: Path) -> None:
+    """Make a folder a git repository."""
+    git(tree, "init", "--quiet", "--initial-branch=series")
+    for name, value in _CONFIG.items():
+        git(tree, "config", name, value)
+
+
+def commit_pristine(tree: Path, message: str) -> None:
+    """Commit all that is there as what the series stands on."""
+    git(tree, "add", "--all", "--force")
+    git(tree, "commit", "--quiet", "--no-verify", "-m", message)
+    git(tree, "update-ref", PRISTINE, "HEAD")
+
+
+def make(
+    release: str,
+    patches: Iterable[bytes] = (),
+    tree: Path | None = None,
+    pristine: Path | None = None,
+) -> Path:
     """Make the release's repository with the patches as commits; returns its path.
+    `pristine` has its files, if not the package index.
 
     The overlay's files are links to the project's own, unknown to git.
 
@@ -64,14 +86,10 @@ def make(release: str, patches: Iterable[bytes] = (), tree: Path | None = None) 
     tree.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(dir=tree.parent, prefix=f".{tree.name}-"))
     try:
-        shutil.copytree(wheels.unpack_python(release) / "vllm", fresh / "vllm")
-        git(fresh, "init", "--quiet", "--initial-branch=series")
-        for name, value in _CONFIG.items():
-            git(fresh, "config", name, value)
-        git(fresh, "add", "--all", "--force")
-        message = f"vLLM {release} as released"
-        git(fresh, "commit", "--quiet", "--no-verify", "-m", message)
-        git(fresh, "update-ref", PRISTINE, "HEAD")
+        source = pristine or wheels.unpack_python(release)
+        shutil.copytree(source / "vllm", fresh / "vllm")
+        init(fresh)
+        commit_pristine(fresh, f"vLLM {release} as released")
         apply(fresh, patches)
         git(fresh, "update-ref", WRITTEN, "HEAD")
         _link_overlay(fresh)
@@ -96,16 +114,16 @@ def apply(tree: Path, patches: Iterable[bytes]) -> None:
     """Commit each patch, its message and date as they are."""
     for patch in patches:
         try:
-            git(tree, "am", "--quiet", "--keep-non-patch", "--keep-cr", stdin=patch)
+            git(tree, *AM, stdin=patch)
         except GitFailed:
             git(tree, "am", "--abort")
             raise
 
 
-def export(tree: Path, tip: str = "HEAD") -> dict[str, bytes]:
-    """The commits above the pristine one as patch files, by name."""
+def export(tree: Path, tip: str = "HEAD", since: str = PRISTINE) -> dict[str, bytes]:
+    """The commits above the pristine one, or a later one, as patch files, by name."""
     with tempfile.TemporaryDirectory() as folder:
-        revisions = f"{PRISTINE}..{tip}"
+        revisions = f"{since}..{tip}"
         git(tree, "format-patch", "--quiet", *_FORMAT, "-o", folder, revisions)
         return {file.name: file.read_bytes() for file in sorted(Path(folder).iterdir())}
 

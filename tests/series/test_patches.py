@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from scripts.series import trees
-from vllm_patches import releases
-from vllm_patches.patch_set import PatchSet
+from vllm_patches import releases, sums
+from vllm_patches.patch_set import OVERLAY, PatchSet
 
 ROOT = Path(__file__).parents[2]
 MAX_PATCHES = 6
@@ -25,6 +25,15 @@ def series(request: pytest.FixtureRequest) -> PatchSet:
 def test_table_and_folders_agree() -> None:
     folders = {path.name for path in releases.SERIES.iterdir()}
     assert folders == {release.series.name for release in releases.RELEASES}
+
+
+@pytest.mark.parametrize(
+    "folder", [OVERLAY, *(release.series for release in releases.RELEASES)], ids=str
+)
+def test_list_names_every_file(folder: Path) -> None:
+    """`scripts/refresh` writes it; that the hashes are right is checked when read."""
+    files = {path for path in folder.rglob("*") if path.suffix in (".py", ".patch")}
+    assert {folder / name for name in sums.read(folder)} == files
 
 
 def test_series_is_small(series: PatchSet) -> None:

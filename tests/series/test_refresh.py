@@ -75,7 +75,7 @@ def test_refresh_notices_other_edits(series: Path) -> None:
     """Patch files that changed meanwhile are taken over, but never lost."""
     refresh.refresh(RELEASE)
     tree = trees.path(RELEASE)
-    last = sorted(series.iterdir())[-1]
+    last = sorted(series.glob("*.patch"))[-1]
     text = last.read_bytes()
     last.unlink()
     (first, *_) = refresh.refresh(RELEASE)
@@ -90,7 +90,7 @@ def test_refresh_notices_other_edits(series: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("release", "near"), [("0.31.0", "0.30.0"), ("0.34.0", "0.33.0"), ("9", "0.33.0")]
+    ("release", "near"), [("0.31.1", "0.31.0"), ("0.34.0", "0.33.0"), ("9", "0.33.0")]
 )
 def test_refresh_refuses_an_unknown_release(
     release: str, near: str, series: Path, monkeypatch: pytest.MonkeyPatch

