@@ -17,7 +17,6 @@ from tests.unit.tool.conftest import WORKER, git, snapshot
 from tests.unit.tool.test_bad_input import run
 
 pytestmark = pytest.mark.usefixtures("small_series")
-ROOT = Path(__file__).parents[3]
 
 
 class Environment:
