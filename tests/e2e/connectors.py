@@ -77,6 +77,17 @@ def store(connectors: Connectors, computed: Request, first_block: int = 1) -> No
     connectors.both.store(computed, block_ids(first_block))
 
 
+def settle(connectors: Connectors) -> None:
+    """Wait until lookups find all that was stored.
+
+    LMCache answers a store before its lookups find it, and completes stores in order
+    (lmcache/v1/multiprocess/native_completion.py): one more is stored and waited for.
+    """
+    last = {"cache_salt": f"last of {next(_ids)}"}
+    store(connectors, request(**last))
+    wait(lambda: lookup(connectors, request(**last)) == CHUNK * CHUNKS or None)
+
+
 def load(connectors: Connectors, asked: Request, first_block: int) -> int:
     """Load what LMCache has of the request; returns its tokens."""
     return connectors.both.load(asked, block_ids(first_block))

@@ -26,6 +26,7 @@ from tests.e2e.connectors import (
     lookup,
     request,
     running,
+    settle,
     store,
 )
 
@@ -88,6 +89,7 @@ def test_the_same_hits_and_another_never_does(
     for i, variant in enumerate(variants):
         assert lookup(connectors, request(**variant)) == 0, f"variant {i}: a hit"
         store(connectors, request(**variant))
+        settle(connectors)
         for known in variants[: i + 1]:
             assert lookup(connectors, request(**known)) == CHUNK * CHUNKS
 
@@ -123,6 +125,7 @@ def test_what_vllm_hashes_next_counts_too(
 
     monkeypatch.setattr(request_key, "generate_block_hash_extra_keys", extended)
     store(connectors, request(priority=1))
+    settle(connectors)
     assert lookup(connectors, request(priority=1)) == CHUNK * CHUNKS
     assert lookup(connectors, request(priority=2)) == 0
 
@@ -131,6 +134,7 @@ def test_a_later_image_spares_what_is_before_it(connectors: Connectors) -> None:
     """As in vLLM's own prefix cache: chunks before the image are shared."""
     same = {"cache_salt": "late"}
     store(connectors, request(**same, **image("cat", CHUNK + 20)))
+    settle(connectors)
     other = request(**same, **image("dog", CHUNK + 20))
     assert lookup(connectors, other) == CHUNK
 
@@ -139,12 +143,14 @@ def test_an_adapter_replaced_in_place(connectors: Connectors, tmp_path: Path) ->
     """vLLM's own cache cannot tell its blocks apart: nothing is stored any more."""
     before = adapter(tmp_path / "adapter", "replaced")
     store(connectors, request(**before))
+    settle(connectors)
     assert lookup(connectors, request(**before)) == CHUNK * CHUNKS
     after = adapter(tmp_path / "adapter", "replaced", weights="trained anew")
     os.utime(tmp_path / "adapter" / "adapter_model.safetensors", ns=(1, 1))
     for _ in range(2):
         assert lookup(connectors, request(**after)) == 0
         store(connectors, request(**after))
+        settle(connectors)
 
 
 def test_an_adapter_that_cannot_be_read(connectors: Connectors, tmp_path: Path) -> None:
@@ -153,6 +159,7 @@ def test_an_adapter_that_cannot_be_read(connectors: Connectors, tmp_path: Path) 
     for _ in range(2):
         assert lookup(connectors, request(**gone)) == 0
         store(connectors, request(**gone))
+        settle(connectors)
 
 
 def test_a_scheduler_that_was_told_no_namespace(
@@ -164,6 +171,7 @@ def test_a_scheduler_that_was_told_no_namespace(
     store(connectors, request(**salted))
     assert lookup(connectors, request(**salted)) == 0
     monkeypatch.undo()
+    settle(connectors)
     assert lookup(connectors, request(**salted)) == 0
 
 
@@ -173,6 +181,7 @@ def test_stores_from_windows_are_waited_for(
     """In the step after them only, and only where blocks leave a window."""
     scheduler, worker, _ = connectors
     empty = SchedulerOutput.make_empty()
+    scheduler.build_connector_meta(empty)  # After the store of another test.
     for window, waits in ((64, [True, False]), (-1, [False, False])):
         kept = [k._replace(window=window) for k in scheduler._kept]
         monkeypatch.setattr(scheduler, "_kept", kept)

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import torch
 
-from tests.e2e.connectors import BLOCK, CHUNK, CHUNKS, load, request, running, store
+from tests.e2e.connectors import (
+    BLOCK,
+    CHUNK,
+    CHUNKS,
+    load,
+    request,
+    running,
+    settle,
+    store,
+)
 
 STORED, LOADED = 1, 31
 BLOCKS = CHUNK * CHUNKS // BLOCK
@@ -22,6 +31,7 @@ def test_hits_are_exact_after_a_wake_up(tmp_path: Path) -> None:
             blocks.pages.random_(1, 255)
         written = [blocks.pages[STORED : STORED + BLOCKS].clone() for blocks in layers]
         store(connectors, request(), STORED)
+        settle(connectors)
 
         worker.unregister_kv_caches()
         assert not adapter._health_event.wait(3), "asleep, whatever the heartbeat finds"
