@@ -36,7 +36,7 @@ CHUNK_SIZE = 256
 class Server(processes.Server):
     """A server that can be killed, emptied, and named in an engine's arguments."""
 
-    def __init__(self, log: Path, timeout: float = 120) -> None:
+    def __init__(self, log: Path, timeout: float = 300) -> None:
         super().__init__(log, engine_env(), timeout)
 
     def restart(
@@ -68,7 +68,7 @@ class Server(processes.Server):
 def running(
     log: Path,
     options: Sequence[str] = SEPARATE,
-    timeout: float = 120,
+    timeout: float = 300,
     chunk_size: int = CHUNK_SIZE,
 ) -> Iterator[Server]:
     """Run ``lmcache server`` on free ports until the block ends.

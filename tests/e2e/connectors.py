@@ -3,6 +3,7 @@
 vLLM's requests, its planned and allocated KV cache.
 """
 
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,9 +84,10 @@ def settle(connectors: Connectors) -> None:
     LMCache answers a store before its lookups find it, and completes stores in order
     (lmcache/v1/multiprocess/native_completion.py): one more is stored and waited for.
     """
-    last = {"cache_salt": f"last of {next(_ids)}"}
+    last = {"cache_salt": uuid.uuid4().hex}
     store(connectors, request(**last))
-    wait(lambda: lookup(connectors, request(**last)) == CHUNK * CHUNKS or None)
+    found = CHUNK * CHUNKS
+    roles.wait(lambda: lookup(connectors, request(**last)) == found or None)
 
 
 def load(connectors: Connectors, asked: Request, first_block: int) -> int:

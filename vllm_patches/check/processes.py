@@ -30,7 +30,7 @@ class StepFailed(Exception):
 class Server:
     """An LMCache server on ports of its own, which can be started again on them."""
 
-    def __init__(self, log: Path, env: Mapping[str, str], timeout: float = 120) -> None:
+    def __init__(self, log: Path, env: Mapping[str, str], timeout: float = 300) -> None:
         self.port, self.http_port = free_ports(2)
         """Message port, for engines, and the one of its HTTP interface."""
         self._log = log
