@@ -23,7 +23,7 @@ from vllm_patches.errors import PatchesError
 from vllm_patches.patch import Read
 from vllm_patches.patch_set import PatchSet
 
-CANDIDATES = 2
+CANDIDATES = 3
 """How many series that fit best by their hunks are merged."""
 
 
