@@ -169,6 +169,11 @@ def _paging_by(backend: Any, sizes: Sequence[int]) -> Any:
     return type(backend.__name__, (backend,), own)
 
 
+def _nobody_answers(*args: Any, **kwargs: Any) -> None:
+    """A rank that is alone would take what happens to lie in memory for an answer."""
+    raise RuntimeError("the other ranks do not exist: nothing can be asked of them")
+
+
 @contextmanager
 def rank_of_many(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
     """Be one rank of the config's world, alone."""
@@ -186,9 +191,15 @@ def rank_of_many(vllm_config: VllmConfig, rank: int) -> Iterator[None]:
         }
         return init_group(*args, **kwargs | quiet)
 
+    def same_node(*args: Any) -> list[bool]:
+        return [True] * size
+
     with (
         set_current_vllm_config(vllm_config),
         mock.patch.object(distributed, "new_group", fake_group),
+        mock.patch.object(distributed, "broadcast_object_list", _nobody_answers),
+        mock.patch.object(distributed, "all_gather_object", _nobody_answers),
+        mock.patch.object(parallel_state, "in_the_same_node_as", same_node),
         mock.patch.object(parallel_state, "init_model_parallel_group", silent_group),
     ):
         try:

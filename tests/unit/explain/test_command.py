@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -11,6 +12,7 @@ from vllm.platforms import current_platform  # Its log is not to be the runner's
 
 from scripts.engines import models
 from vllm_patches.cli import app
+from vllm_patches.explain import without_gpu
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -82,6 +84,18 @@ def test_refused_is_told_with_the_groups(tmp_path: Path) -> None:
     assert "MambaSpec" in result.stdout
     assert "refused: No layer on rank 0 of group" in result.stdout
     assert "lmcache server" not in result.stdout
+
+
+def test_ranks_that_do_not_exist_are_asked_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What lies in memory would be their answer, and a size of that taken for one."""
+    asked: list[Any] = []
+    monkeypatch.setattr(without_gpu, "_nobody_answers", lambda *a, **_: asked.append(a))
+    hybrid = models.make_config("hybrid", tmp_path)
+    for option in ("--pipeline-parallel-size", "--tensor-parallel-size"):
+        run(hybrid, option, 2)
+    assert not asked
 
 
 def test_a_layout_that_splits_a_page(plain: Path) -> None:
