@@ -27,7 +27,7 @@ from lmcache_hook import request_key
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 """The version of vllm/v1/worker/logical_blocks.py that this hook is written for."""
 
 _MAX_FILE_NAME = 255

@@ -298,8 +298,7 @@ def check(pool: Pool, caches: LogicalKVCaches) -> None:
     """The property: page n of a view is the storage's bytes of page n.
 
     For random bytes in the storage. Nothing outside a page is reachable through it,
-    every byte inside is (but the padding of a layer that passes through); no two pages
-    overlap; the storage is the same one.
+    every byte inside is but padding; no two pages overlap; the storage is the same one.
     """
     assert set(caches) == set(pool.kv_caches) and len(caches) == len(pool.kv_caches)
     for name, layer in pool.layers.items():
@@ -319,22 +318,26 @@ def check_layer(pool: Pool, caches: LogicalKVCaches, name: str, layer: Layer) ->
     assert blocks.pages.untyped_storage().data_ptr() == storage.data_ptr()
     if pool.num_blocks > 1:
         assert blocks.block_stride_bytes == layer.stride >= page
+    shown = content = content_size(layer.spec)
     if not is_raw:
         assert view.shape[0] == pool.num_blocks
+        shown = view[0].numel() * view.element_size()
+        has_padding = view.ndim == 5 or layer.form == "states"  # up to vLLM 0.25
+        most = page if has_padding else min(page, content + content // 100 + 4)
+        assert (page if has_padding else content) <= shown <= most
     storage.random_(256)
     for n in range(pool.num_blocks):
         start = layer.base + n * layer.stride
         expected = storage[start : start + page]
         assert torch.equal(blocks.pages[n], expected)
         if not is_raw:
-            assert torch.equal(page_bytes(view[n]), expected)
+            assert torch.equal(page_bytes(view[n]), expected[:shown])
     for n in {0, pool.num_blocks // 2, pool.num_blocks - 1}:
         start = layer.base + n * layer.stride
-        reached = content_size(layer.spec) if is_raw else page
         storage.zero_()
         page_of(view, n, is_raw, layer).view(torch.uint8).fill_(255)
-        assert storage[start : start + page].count_nonzero() == reached
-        assert storage.count_nonzero() == reached
+        assert storage[start : start + page].count_nonzero() == shown
+        assert storage.count_nonzero() == shown
 
 
 def page_bytes(page: torch.Tensor) -> torch.Tensor:

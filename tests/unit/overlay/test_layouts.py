@@ -44,6 +44,29 @@ def test_blocks_first(heads: int, layout: str, tally: Any) -> None:
     assert caches.blocks["layers.3"].block_stride_bytes > states.page_size_bytes
 
 
+STATES = {
+    "Qwen3.5": (2048, [(3, 6144), (16, 128, 128)], [BF16, FP32]),
+    "Qwen3-Next": (2048, [(3, 8192), (32, 128, 128)], [BF16, FP32]),
+    "Nemotron-H": (4096, [(3, 10240), (128, 64, 128)], [BF16, FP32]),
+    "Kimi-Linear": (1152, 3 * [(3, 4096)] + [(32, 128, 128)], 3 * [BF16] + [FP32]),
+}
+"""Bytes of a token's keys and values in an attention layer; a Mamba layer's states."""
+
+
+@pytest.mark.parametrize("times", [1, 2], ids=["block", "twice the block"])
+@pytest.mark.parametrize("model", STATES)
+def test_padding_stays_behind(model: str, times: int, tally: Any) -> None:
+    """Pages that vLLM pads to those of attention: what is moved is the states."""
+    token, shapes, dtypes = STATES[model]
+    content = pools.content_size(pools.mamba(16, shapes, dtypes))
+    block_size = times * 16 * -(-content // (16 * token))
+    page = block_size * token
+    spec = pools.mamba(block_size, shapes, dtypes, page_size_padded=page)
+    pool = pools.Pool(2, "LBNHC").add(spec, "content").bind()
+    (view,) = serve(pool, tally).values()
+    assert view[0].numel() * view.element_size() <= 1.01 * content
+
+
 def test_a_sub_paged_layer_that_shares_its_blocks_is_refused() -> None:
     pool = pools.Pool(4, "NHD", blocks_first=True)
     pool.add(pools.full(32), "rank4", 8, layers=2).bind()

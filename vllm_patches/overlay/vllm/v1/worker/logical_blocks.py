@@ -37,7 +37,7 @@ from vllm.v1.worker.logical_blocks_geometry import (
 
 logger = logging.getLogger(__name__)
 
-CONTRACT_VERSION = 2
+CONTRACT_VERSION = 3
 """Version of what this module promises a connector: views, names, document."""
 
 

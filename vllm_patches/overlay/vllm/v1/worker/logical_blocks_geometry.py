@@ -163,7 +163,7 @@ def _attention_geometry(
     slots = compat.num_states(spec)
     is_whole = k == 1 and block_size % slots == 0
     planes = None if is_whole else layer.backend.planes
-    shape = (slots, planes, bound.ndim, kv_layout)
+    shape = (kernel_pages.span * k, slots, planes, bound.ndim, kv_layout)
     return _view(layer, kernel_block_size, num_blocks, stride, *shape)
 
 
@@ -205,7 +205,7 @@ def _mamba_geometry(layer: Layer, num_blocks: int, kv_layout: str) -> Geometry |
                 "states in the order of the spec's shapes, from the page's base."
             )
     tokens, stride = spec.block_size, strides.pop()
-    shape = (tokens, planes, ndim, kv_layout)
+    shape = (sum(sizes), tokens, planes, ndim, kv_layout)
     return _view(layer, tokens, num_blocks, stride, *shape)
 
 
@@ -261,6 +261,7 @@ def _view(
     kernel_block_size: int,
     num_blocks: int,
     bound_stride: int | None,
+    content: int,
     slots: int,
     planes: int | None,
     ndim: int,
@@ -268,8 +269,10 @@ def _view(
 ) -> Geometry | str:
     """The geometry of pages that lie ``bound_stride`` bytes apart in their tensor.
 
-    Without planes the tensor stays as it is; with them, a page is shown as so many
-    times the most equal slots that fit.
+    Without planes the tensor stays as it is; with them, a page's content (bytes from
+    its base, the rest is padding) is shown as so many times the most equal slots that
+    add less than a hundredth to it. Two planes show the padding too, since connectors
+    that parse them take pages to be dense (up to 0.25).
     """
     spec, bound = layer.spec, bound_tensors(layer.kv_cache)[0]
     page, tokens = spec.page_size_bytes, spec.block_size
@@ -283,10 +286,12 @@ def _view(
     dtype = torch.uint8 if page % bound.dtype.itemsize else bound.dtype
     # Transfer kernels copy a slot by words, of two bytes at least.
     word = max(dtype.itemsize, 2 - page % 2)
+    content = page if planes > 1 else content
     if page % (planes * word):
         planes, ndim = 1, 4
-    slots = math.gcd(slots, tokens, page // (planes * word))
-    dims = [slots, page // (planes * slots * dtype.itemsize)]
+    most = math.gcd(slots, tokens)
+    slots, size = _slots(content // planes, page // planes, most, word)
+    dims = [slots, size // dtype.itemsize]
     if ndim > 3:
         dims.insert("NH" in kv_layout, 1)  # The one head, in or around its slots.
     if planes > 1:
@@ -294,3 +299,18 @@ def _view(
     strides = [math.prod(dims[i + 1 :]) for i in range(len(dims))]
     view = (dtype, [num_blocks, *dims], [stride // dtype.itemsize, *strides])
     return Geometry(tokens, kernel_block_size, page, stride, slots, view)
+
+
+def _slots(content: int, page: int, most: int, word: int) -> tuple[int, int]:
+    """How many equal slots cover the content, and the bytes of one, in whole words.
+
+    The most, of the divisors of ``most``, that add less than a hundredth and stay in
+    the page.
+    """
+    limit = min(page, -(-content // word) * word + content // 100)
+    slots = next(
+        n
+        for n in range(most, 0, -1)
+        if most % n == 0 and n * -(-content // (n * word)) * word <= limit
+    )
+    return slots, -(-content // (slots * word)) * word
