@@ -151,6 +151,9 @@ class LMCacheLogicalConnector(LMCacheMPConnector):
         """
         from vllm.v1.worker.logical_blocks import digest
 
+        if current_platform.is_cpu():
+            # Contiguous tensors only (lmcache/v1/platform/devices/cpu/shm.py).
+            kv_caches = kv_caches.with_padding()
         self.logical_kv_caches = kv_caches
         adapter, views = self.worker_adapter, dict(kv_caches.items())
         strategy = adapter.parallel_strategy

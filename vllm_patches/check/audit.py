@@ -298,7 +298,7 @@ class _Audited:
 
     def register_logical_kv_caches(self, kv_caches: "LogicalKVCaches") -> None:
         super().register_logical_kv_caches(kv_caches)  # type: ignore[misc]
-        self.notes = Notes(self, kv_caches)
+        self.notes = Notes(self, getattr(self, "logical_kv_caches", kv_caches))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)  # type: ignore[misc]

@@ -212,8 +212,9 @@ def check(geometry: Geometry, port: int, device: str) -> verdict.Geometry:
                 kv_config, torch.device(device), KVCacheLayout[geometry.layout], sizes
             )
         caches = LogicalKVCaches(kv_config, tensors, sizes, geometry.layout)
-        if device == "cpu" and not all(v.is_contiguous() for v in caches.values()):
-            # lmcache/v1/platform/devices/cpu/shm.py
+        # lmcache/v1/platform/devices/cpu/shm.py
+        contiguous = caches.with_padding().values()
+        if device == "cpu" and not all(view.is_contiguous() for view in contiguous):
             why = "LMCache takes contiguous tensors only on a CPU"
             return verdict.Geometry(*geometry[:2], [], 0, left_out=why)
         both.register(caches)

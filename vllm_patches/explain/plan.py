@@ -131,8 +131,7 @@ def _resolve_layout(config: VllmConfig, specs: dict[str, Any]) -> str:
             config, supported, list(specs.values())
         ).name
     # Up to vLLM 0.28, where the CPU's kernels are head-major whatever it says.
-    is_cpus_own = type(current_platform) is not without_gpu.Elsewhere
-    if current_platform.is_cpu() and is_cpus_own:
+    if _is_for_cpu():
         return "HND"
     return backends.get_kv_cache_layout()
 
@@ -169,4 +168,11 @@ def _stage(config: VllmConfig, groups: list[Any], layout: str) -> Stage:
         layout,
         attn_groups=attn_groups,
     )
+    if _is_for_cpu():
+        caches = caches.with_padding()  # As the connector does there.
     return Stage(kv_cache_config, layout, kernel_block_sizes, caches)
+
+
+def _is_for_cpu() -> bool:
+    is_cpus_own = type(current_platform) is not without_gpu.Elsewhere
+    return current_platform.is_cpu() and is_cpus_own

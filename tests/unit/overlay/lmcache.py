@@ -35,7 +35,15 @@ def kernel_groups(pool: pools.Pool, views: dict[str, Any]) -> list[KernelGroupIn
 
 
 def judge(pool: pools.Pool, caches: LogicalKVCaches) -> None:
-    """The geometry that LMCache derives from every view must be the page's."""
+    """The geometry that LMCache derives from every view must be the page's.
+
+    With padding too.
+    """
+    for each in (caches, caches.with_padding()):
+        _judge(pool, each)
+
+
+def _judge(pool: pools.Pool, caches: LogicalKVCaches) -> None:
     names = list(caches)
     seen = set()
     for group in kernel_groups(pool, dict(caches.items())):

@@ -299,13 +299,22 @@ def check(pool: Pool, caches: LogicalKVCaches) -> None:
 
     For random bytes in the storage. Nothing outside a page is reachable through it,
     every byte inside is but padding; no two pages overlap; the storage is the same one.
+    The same with padding, which is then reachable too.
     """
     assert set(caches) == set(pool.kv_caches) and len(caches) == len(pool.kv_caches)
+    padded = caches.with_padding()
     for name, layer in pool.layers.items():
         check_layer(pool, caches, name, layer)
+        check_layer(pool, padded, name, layer, shows_padding=True)
 
 
-def check_layer(pool: Pool, caches: LogicalKVCaches, name: str, layer: Layer) -> None:
+def check_layer(
+    pool: Pool,
+    caches: LogicalKVCaches,
+    name: str,
+    layer: Layer,
+    shows_padding: bool = False,
+) -> None:
     view, blocks, storage = caches[name], caches.blocks[name], pool.storage
     raw, page = pool.kv_caches[name], layer.page
     is_raw = view is raw
@@ -322,7 +331,8 @@ def check_layer(pool: Pool, caches: LogicalKVCaches, name: str, layer: Layer) ->
     if not is_raw:
         assert view.shape[0] == pool.num_blocks
         shown = view[0].numel() * view.element_size()
-        has_padding = view.ndim == 5 or layer.form == "states"  # up to vLLM 0.25
+        up_to_0_25 = view.ndim == 5 or layer.form == "states"
+        has_padding = shows_padding or up_to_0_25
         most = page if has_padding else min(page, content + content // 100 + 4)
         assert (page if has_padding else content) <= shown <= most
     storage.random_(256)

@@ -112,6 +112,7 @@ class LogicalKVCaches(Mapping[str, torch.Tensor]):
         kv_layout: str | None = None,
         *,
         attn_groups: Iterable[Iterable[Any]] = (),
+        shows_padding: bool = False,
     ) -> None:
         self.raw = kv_caches
         """The mapping the worker bound."""
@@ -119,16 +120,31 @@ class LogicalKVCaches(Mapping[str, torch.Tensor]):
         self._kernel_block_sizes = kernel_block_sizes
         self._kv_layout = kv_layout or "NHD"
         self._attn_groups = attn_groups
+        self._shows_padding = shows_padding
+
+    def with_padding(self) -> "LogicalKVCaches":
+        """The same, with the padding of pages in the views.
+
+        For a connector that takes contiguous tensors only: views of pages that lie
+        one after the other are contiguous then.
+        """
+        return LogicalKVCaches(
+            self._config,
+            self.raw,
+            self._kernel_block_sizes,
+            self._kv_layout,
+            attn_groups=self._attn_groups,
+            shows_padding=True,
+        )
 
     @cached_property
     def _layers(self) -> list[Layer]:
         """The layers whose pages a connector transfers, in registration order."""
         backends = _attn_backends(self._attn_groups, self._kernel_block_sizes)
-        return list(
-            _transferred_layers(
-                self._config, self.raw, self._kernel_block_sizes, backends
-            )
+        layers = _transferred_layers(
+            self._config, self.raw, self._kernel_block_sizes, backends
         )
+        return [layer._replace(shows_padding=self._shows_padding) for layer in layers]
 
     @cached_property
     def _paged(self) -> "_Paged":

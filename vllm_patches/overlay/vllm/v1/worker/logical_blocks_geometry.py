@@ -41,6 +41,7 @@ class Layer(NamedTuple):
     placement: compat.Placement | None
     backend: AttnBackend
     is_host_resident: bool
+    shows_padding: bool = False
 
     def __str__(self) -> str:
         kind = type(self.spec).__name__
@@ -286,7 +287,7 @@ def _view(
     dtype = torch.uint8 if page % bound.dtype.itemsize else bound.dtype
     # Transfer kernels copy a slot by words, of two bytes at least.
     word = max(dtype.itemsize, 2 - page % 2)
-    content = page if planes > 1 else content
+    content = page if planes > 1 or layer.shows_padding else content
     if page % (planes * word):
         planes, ndim = 1, 4
     most = math.gcd(slots, tokens)
