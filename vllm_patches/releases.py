@@ -119,14 +119,8 @@ RELEASES = (
         era="packed",
         engine=False,
     ),
-    Release("0.30.0", torch="2.13.0", lmcache=_LMCACHE, era="packed", engine=True),
-    Release(
-        "0.31.0",
-        torch="2.13.0",
-        lmcache=_LMCACHE,
-        era="packed",
-        engine=False,
-    ),
+    Release("0.30.0", torch="2.13.0", lmcache=_LMCACHE, era="packed", engine=False),
+    Release("0.31.0", torch="2.13.0", lmcache=_LMCACHE, era="packed", engine=True),
     Release("0.32.0", torch="2.13.0", lmcache=_LMCACHE, era="pooled", engine=True),
     Release(
         "0.33.0",

@@ -22,7 +22,7 @@ from vllm_patches.patch_set import OVERLAY
 ROOT = Path(__file__).parents[2]
 RELEASES = [release.version for release in releases.RELEASES]
 TESTS = (ROOT / "tests/series/worker", ROOT / "tests/unit/overlay")
-BETWEEN = ("0.25.0", "0.27.0", "0.27.1", "0.29.0", "0.31.0")
+BETWEEN = ("0.25.0", "0.27.0", "0.27.1", "0.29.0", "0.30.0")
 """Releases between two that take all tests: without --full they take neither random
 pools nor the list of known geometries, which are half of the time."""
 LEFT_OUT = ("test_properties.py", "test_geometries.py")

@@ -27,7 +27,7 @@ def entered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     [
         ([], releases.default().version, []),
         (["-x", "tests/unit"], releases.default().version, ["-x", "tests/unit"]),
-        (["--release", "0.30.0", "tests"], "0.30.0", ["tests"]),
+        (["--release", "0.31.0", "tests"], "0.31.0", ["tests"]),
         (["-k", "not a", "--release=0.25.1", "-q"], "0.25.1", ["-k", "not a", "-q"]),
         (["--help"], releases.default().version, ["--help"]),
     ],
