@@ -375,7 +375,7 @@ def test_lower_bounds_are_true(tmp_path: Path) -> None:
     text = (wheels.CACHE.parent / "pyproject.toml").read_text()
     block = text.split("dependencies = [", 1)[1].split("]", 1)[0]
     oldest = re.findall(r'"(\w+)>=([\d.]+)"', block)
-    assert len(oldest) == 4
+    assert len(oldest) == len(block.split(",")) - 1
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     python = tmp_path / "env/bin/python"
     command = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet"]
