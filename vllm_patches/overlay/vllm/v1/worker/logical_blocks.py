@@ -141,10 +141,15 @@ class LogicalKVCaches(Mapping[str, torch.Tensor]):
     def _layers(self) -> list[Layer]:
         """The layers whose pages a connector transfers, in registration order."""
         backends = _attn_backends(self._attn_groups, self._kernel_block_sizes)
-        layers = _transferred_layers(
-            self._config, self.raw, self._kernel_block_sizes, backends
+        return list(
+            _transferred_layers(
+                self._config,
+                self.raw,
+                self._kernel_block_sizes,
+                backends,
+                self._shows_padding,
+            )
         )
-        return [layer._replace(shows_padding=self._shows_padding) for layer in layers]
 
     @cached_property
     def _paged(self) -> "_Paged":
@@ -267,6 +272,7 @@ def _transferred_layers(
     kv_caches: Mapping[str, Any],
     kernel_block_sizes: Sequence[int],
     backends: Mapping[str, AttnBackend],
+    shows_padding: bool,
 ) -> Iterator[Layer]:
     """The layers that a connector transfers, each with its own leaf spec."""
     placements = compat.placements(kv_cache_config)
@@ -293,6 +299,7 @@ def _transferred_layers(
                 placements.get(name),
                 backends.get(name, AttnBackend()),
                 compat.is_host_resident(group),
+                shows_padding,
             )
 
 

@@ -41,7 +41,7 @@ class Layer(NamedTuple):
     placement: compat.Placement | None
     backend: AttnBackend
     is_host_resident: bool
-    shows_padding: bool = False
+    shows_padding: bool  # In its view.
 
     def __str__(self) -> str:
         kind = type(self.spec).__name__
