@@ -49,6 +49,7 @@ def leaf_specs(kv_cache_config: "KVCacheConfig") -> dict[str, Any]:
         for name in group.layer_names:
             specs[name] = spec
             if isinstance(spec, UniformTypeKVCacheSpecs):
+                # A layer that shares another one's cache has no spec of its own.
                 specs[name] = spec.kv_cache_specs.get(name, stored.leaf_spec(group))
     return specs
 

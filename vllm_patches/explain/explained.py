@@ -10,11 +10,12 @@ from lmcache.integration.vllm.lmcache_mp_connector import (
     get_group_tokens_per_block,
 )
 from lmcache.integration.vllm.utils import vllm_layout_hints
-from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import AttentionSpec, MambaSpec
 from vllm.v1.worker import logical_blocks_compat as compat
 from vllm.v1.worker.logical_blocks import digest
 
 from lmcache_hook import connector, namespace, server, stored
+from vllm_patches.check import audit
 from vllm_patches.explain.options import Options
 from vllm_patches.explain.plan import Plan, Stage
 from vllm_patches.results import Result
@@ -219,21 +220,14 @@ def _view_bytes(stage: Stage, layer: str) -> int:
     return view[0].numel() * view.element_size()
 
 
-def _leaf(group: Any, layer: str) -> Any:
-    spec = group.kv_cache_spec
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return spec.kv_cache_specs.get(layer)
-    return spec
-
-
 def _groups(plan: Plan, has_views: bool) -> list[Group]:
     """The groups, those of layers with different pages split."""
     alike: dict[tuple[int, Any], list[list[str]]] = {}
     for number, stage in enumerate(plan.stages):
+        specs = audit.leaf_specs(stage.kv_cache_config)
         for group_id, group in enumerate(stage.kv_cache_config.kv_cache_groups):
             for name in group.layer_names:
-                # A layer that shares another one's cache has no spec of its own.
-                key = (group_id, _leaf(group, name) or stored.leaf_spec(group))
+                key = (group_id, specs[name])
                 names = alike.setdefault(key, [[] for _ in plan.stages])
                 names[number].append(name)
     groups = []
